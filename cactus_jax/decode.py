@@ -1,0 +1,321 @@
+"""Speculative decoding: draft, score, verify, commit, and the one loop around them.
+
+  round:  propose -> score -> verify -> commit          (`decode_step`, one round of every row)
+  text:   prefill -> while any row is live: decode_step  (`generate`, the only `lax.while_loop`)
+
+Everything is a pure function of arrays. A model is whatever implements `LanguageModel`; the transformer is one, a
+Markov chain in the tests another. Without a draft the same code is plain autoregressive decoding.
+"""
+
+import dataclasses
+import enum
+import functools
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from cactus_jax import sampling as sampling_lib
+from cactus_jax.drafts import DraftSource
+from cactus_jax.sampling import Draft, Role, SamplingParams, per_row, to_probs, uniforms
+from cactus_jax.verify import Verdict, verify
+
+# Prompts are read in pieces of this many tokens, which bounds the attention scores held at once.
+PREFILL_CHUNK = 512
+
+
+class LanguageModel(Protocol):
+  """A model with a positional cache, as a pytree.
+
+  The cache must be overwritable: writing positions p..p+T-1 again replaces what stood there, and a token at position
+  p depends on positions <= p only. (So a recurrent state, which cannot be rolled back, is no such cache.)
+  """
+
+  def __call__(self, tokens_BT, positions_BT, cache) -> tuple[jax.Array, Any]:
+    """Logits [B, T, V] of the token after each of these, and the cache with these in it."""
+
+  def init_cache(self, batch, length) -> Any:
+    """A cache for `length` positions of `batch` rows."""
+
+
+class Finish(enum.IntEnum):
+  """Why a row ended; RUNNING while it has not."""
+
+  RUNNING = 0
+  EOS = 1  # an end-of-sequence token, which is part of the text
+  LENGTH = 2  # as many new tokens as were asked for
+  CACHE_FULL = 3  # no room for more
+  STOP = 4  # a stop string, seen by the host
+  NAN = 5  # a model returned no usable logits
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+  """What is fixed when the loop is compiled."""
+
+  num_draft: int  # K, drafted tokens a round, >= 1; without a draft it only sizes the buffers
+  max_length: int  # prompt and output together, tokens
+  vocab_size: int  # V, tokens that may be emitted; logits beyond it pad the embedding and are cut off
+  eos_ids: tuple[int, ...] = ()
+  pad_id: int = 0
+
+  def __post_init__(self):
+    if self.num_draft < 1:
+      raise ValueError(f'num_draft={self.num_draft}: speculative decoding needs at least 1 drafted token a round; '
+                       'use draft=None for plain decoding.')
+    for name in ('max_length', 'vocab_size'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name}={getattr(self, name)}: need at least 1.')
+    for token in (*self.eos_ids, self.pad_id):
+      if not 0 <= token < self.vocab_size:
+        raise ValueError(f'eos_ids={self.eos_ids}, pad_id={self.pad_id}: token {token} is outside the vocabulary '
+                         f'0..{self.vocab_size - 1}.')
+
+  @property
+  def capacity(self):
+    """S, slots a row: a round that starts one token before max_length still writes K + 1 tokens."""
+    return self.max_length + self.num_draft + 1
+
+
+@flax.struct.dataclass
+class DecodeStats:
+  """Counters per row and drafted position, of tokens that ended in the text; the end of a text cuts a round short."""
+
+  accepted: jax.Array  # i32[B, K] rounds in which the token drafted at position i was kept
+  tested: jax.Array  # i32[B, K] rounds in which position i was put to the test: drafted, and all before it kept
+
+
+@flax.struct.dataclass
+class DecodeState:
+  """The carry of the loop; donated.
+
+  Invariant: tokens[b, :length[b]] is final. The target's cache is valid for positions < length - 1, the draft's for
+  positions < length - 2. Whatever lies beyond is overwritten before it can be attended to, so moving `length` is the
+  whole of commit and rollback.
+  """
+
+  tokens: jax.Array  # i32[B, S]
+  length: jax.Array  # i32[B] tokens in the row, prompt included, >= 1
+  limit: jax.Array  # i32[B] the length at which the row has all the tokens it was asked for
+  done: jax.Array  # bool[B]
+  finish: jax.Array  # i32[B], a `Finish`
+  keys: jax.Array  # key[B]
+  round: jax.Array  # i32[B] rounds this row has been through: verifier calls
+  target_cache: Any
+  draft_cache: Any
+  from_draft: jax.Array  # bool[B, S] whether a drafted token was kept there
+  logprobs: jax.Array  # f32[B, S] log-probability of each new token, nats, by the verifier's unfiltered law at T = 1
+  stats: DecodeStats
+
+
+@flax.struct.dataclass
+class StepInfo:
+  """What a round saw, for tests and traces; the loop drops it."""
+
+  draft: Draft
+  target_probs: jax.Array  # f32[B, K+1, V]
+  verdict: Verdict
+
+
+def prefill(target, draft, prompt_BP, length, keys, limit, config) -> DecodeState:
+  """The state after both models have read the prompts.
+
+  Args:
+    target: LanguageModel. draft: LanguageModel, `DraftSource` or None.
+    prompt_BP: i32[B, P], right-padded with anything, P <= config.capacity.
+    length: i32[B] in 1..P, tokens of each prompt.
+    keys: key[B], the source of all randomness of each row.
+    limit: i32[B], length at which a row stops: prompt plus new tokens.
+  """
+  if prompt_BP.shape[1] > config.capacity:
+    raise ValueError(f'prompts are padded to {prompt_BP.shape[1]} tokens, the buffers hold {config.capacity}: raise '
+                     'max_length or pad less.')
+  as_int = lambda x: jnp.asarray(x, jnp.int32)
+  return _prefill(target, draft, as_int(prompt_BP), as_int(length), keys, as_int(limit), config)
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def _prefill(target, draft, prompt_BP, length, keys, limit, config):
+  B, P = prompt_BP.shape
+  S, K = config.capacity, _num_draft(draft, config)
+  full = (length >= jnp.minimum(limit, config.max_length))
+  return DecodeState(
+      tokens=jnp.pad(prompt_BP, ((0, 0), (0, S - P)), constant_values=config.pad_id),
+      length=length,
+      limit=limit,
+      done=full,
+      finish=jnp.where(full, jnp.where(length >= limit, Finish.LENGTH, Finish.CACHE_FULL), Finish.RUNNING),
+      keys=keys,
+      round=jnp.zeros(B, jnp.int32),
+      target_cache=_read(target, prompt_BP, S),
+      draft_cache=_read(draft, prompt_BP, S) if _is_model(draft) else None,
+      from_draft=jnp.zeros((B, S), bool),
+      logprobs=jnp.zeros((B, S), jnp.float32),
+      stats=DecodeStats(accepted=jnp.zeros((B, K), jnp.int32), tested=jnp.zeros((B, K), jnp.int32)),
+  )
+
+
+def _read(model, prompt_BP, capacity):
+  """The model's cache after the prompt. Padding is read too: what it writes is garbage beyond the row's length."""
+  B, P = prompt_BP.shape
+  cache = model.init_cache(B, capacity)
+  for start in range(0, P, PREFILL_CHUNK):
+    tokens_BT = prompt_BP[:, start : start + PREFILL_CHUNK]
+    positions_BT = jnp.broadcast_to(start + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    _, cache = model(tokens_BT, positions_BT, cache)  # unused logits are never computed
+  return cache
+
+
+def _is_model(draft):
+  return draft is not None and not isinstance(draft, DraftSource)
+
+
+def _num_draft(draft, config):
+  return 0 if draft is None else config.num_draft
+
+
+def propose(draft, sampling, state, keys, config):
+  """Up to K tokens for each row with their laws, and the draft's cache.
+
+  A draft model first re-reads the last two tokens of the text: after a round in which everything was kept it has not
+  seen the last drafted one, and reading two always is cheaper than telling the cases apart.
+  """
+  if draft is None:
+    B = state.length.shape[0]
+    none = Draft(tokens=jnp.zeros((B, 0), jnp.int32), probs=jnp.zeros((B, 0, config.vocab_size)),
+                 num_drafted=jnp.zeros(B, jnp.int32))
+    return none, None
+  if isinstance(draft, DraftSource):
+    return draft.propose(state.tokens, state.length, config.num_draft, config.vocab_size), None
+
+  uniforms_BK = uniforms(keys, Role.DRAFT, config.num_draft)
+  last_two_B2 = jnp.maximum(state.length[:, None] - 2 + jnp.arange(2)[None], 0)
+  logits_BTV, cache = draft(jnp.take_along_axis(state.tokens, last_two_B2, axis=1), last_two_B2, state.draft_cache)
+
+  def draw(logits_BTV, uniform_B):
+    probs_BV = _law(logits_BTV[:, -1:], sampling, config)[:, 0]
+    return sampling_lib.sample(probs_BV, uniform_B), probs_BV
+
+  def next_slot(carry, slot_uniform):
+    token_B, cache = carry
+    slot, uniform_B = slot_uniform
+    logits_BTV, cache = draft(token_B[:, None], (state.length + slot)[:, None], cache)
+    token_B, probs_BV = draw(logits_BTV, uniform_B)
+    return (token_B, cache), (token_B, probs_BV)
+
+  first_B, first_BV = draw(logits_BTV, uniforms_BK[:, 0])
+  slots = jnp.arange(config.num_draft - 1)
+  (_, cache), (tokens_KB, probs_KBV) = jax.lax.scan(next_slot, (first_B, cache), (slots, uniforms_BK.T[1:]))
+  return Draft(
+      tokens=jnp.concatenate([first_B[:, None], tokens_KB.T], axis=1),
+      probs=jnp.concatenate([first_BV[:, None], probs_KBV.swapaxes(0, 1)], axis=1),
+      num_drafted=jnp.full_like(state.length, config.num_draft),
+  ), cache
+
+
+def _law(logits_BTV, sampling, config):
+  return to_probs(logits_BTV[..., : config.vocab_size], sampling)
+
+
+def score(target, sampling, state, draft, config):
+  """One pass of the verifier over the last token and the draft.
+
+  Returns: target_probs f32[B, K+1, V], the logits they come from, and the target's cache.
+  """
+  last_B1 = state.length[:, None] - 1
+  tokens_BT = jnp.concatenate([jnp.take_along_axis(state.tokens, last_B1, axis=1), draft.tokens], axis=1)
+  positions_BT = last_B1 + jnp.arange(tokens_BT.shape[1])[None]
+  logits_BTV, cache = target(tokens_BT, positions_BT, state.target_cache)
+  logits_BTV = logits_BTV[..., : config.vocab_size]
+  return _law(logits_BTV, sampling, config), logits_BTV, cache
+
+
+def commit(state, draft, verdict, target_probs, logits_BTV, config):
+  """The state with this round's tokens: cut at the end of the text and at the row's limit; ended rows stay as they are."""
+  B, T = target_probs.shape[:2]
+  K, S = T - 1, state.tokens.shape[1]
+  slot_1T = jnp.arange(T)[None]
+  accepted_B1 = verdict.num_accepted[:, None]
+  drafted_BT = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+  block_BT = jnp.where(slot_1T == accepted_B1, verdict.next_token[:, None], drafted_BT)
+
+  is_eos_BT = functools.reduce(jnp.logical_or, [block_BT == eos for eos in config.eos_ids], jnp.zeros((B, T), bool))
+  upto_eos_B = jnp.where(jnp.any(is_eos_BT, axis=1), jnp.argmax(is_eos_BT, axis=1) + 1, T + 1)
+  room_B = jnp.minimum(state.limit, config.max_length) - state.length
+  # A law of NaN is NaN throughout, so one column tells; such a round commits nothing and ends its row.
+  broken_B = jnp.any(jnp.isnan(target_probs[..., 0]), axis=1) | jnp.any(jnp.isnan(draft.probs[..., 0]), axis=1)
+  live_B = ~state.done & ~broken_B
+  count_B = jnp.where(live_B, jnp.minimum(jnp.minimum(verdict.num_accepted + 1, upto_eos_B), room_B), 0)
+  length_B = state.length + count_B
+
+  kept_BT = slot_1T < count_B[:, None]
+  from_draft_BT = kept_BT & (slot_1T < accepted_B1)
+  where_BT = jnp.where(kept_BT, state.length[:, None] + slot_1T, S)
+  put = lambda into_BS, what_BT: into_BS.at[jnp.arange(B)[:, None], where_BT].set(what_BT, mode='drop')
+  logits_BT = jnp.take_along_axis(logits_BTV, block_BT[..., None], axis=2)[..., 0].astype(jnp.float32)
+  logprobs_BT = logits_BT - jax.nn.logsumexp(logits_BTV.astype(jnp.float32), axis=-1)
+
+  finish_B = jnp.select(
+      [state.done, broken_B, count_B >= upto_eos_B, length_B >= state.limit, length_B >= config.max_length],
+      [state.finish, Finish.NAN, Finish.EOS, Finish.LENGTH, Finish.CACHE_FULL],
+      Finish.RUNNING,
+  ).astype(jnp.int32)
+  tested_BK = (kept_BT & (slot_1T <= accepted_B1) & (slot_1T < draft.num_drafted[:, None]))[:, :K]
+  return state.replace(
+      tokens=put(state.tokens, block_BT),
+      length=length_B,
+      done=finish_B != Finish.RUNNING,
+      finish=finish_B,
+      round=state.round + live_B,
+      from_draft=put(state.from_draft, from_draft_BT),
+      logprobs=put(state.logprobs, logprobs_BT),
+      stats=DecodeStats(
+          accepted=state.stats.accepted + from_draft_BT[:, :K],
+          tested=state.stats.tested + tested_BK,
+      ),
+  )
+
+
+def decode_step(target, draft, rule, sampling, state, config) -> tuple[DecodeState, StepInfo]:
+  """One round of every row: propose, score, verify, commit.
+
+  Args: target LanguageModel; draft LanguageModel, `DraftSource` or None; rule `VerificationRule` and sampling
+    `SamplingParams`, with numbers or one value per row as leaves; state from `prefill`.
+  Returns: the new state, and what the round saw.
+  """
+  rule, sampling = (per_row(x, state.length.shape[0]) for x in (rule, sampling))
+  keys = sampling_lib.round_keys(state.keys, state.round)
+  drafted, draft_cache = propose(draft, sampling, state, keys, config)
+  target_probs, logits_BTV, target_cache = score(target, sampling, state, drafted, config)
+  verdict = verify(rule, drafted, target_probs, keys)
+  state = commit(state, drafted, verdict, target_probs, logits_BTV, config)
+  state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
+  return state, StepInfo(draft=drafted, target_probs=target_probs, verdict=verdict)
+
+
+def generate(target, draft, rule, sampling, state, config, max_rounds=None) -> DecodeState:
+  """Rounds until every row has ended, or max_rounds of them.
+
+  The bound is a traced number: the same compiled loop gives the whole text, or a few rounds at a time for a host that
+  streams, shows progress or looks for stop strings. `state` is donated: use the one that is returned.
+  """
+  batch = state.length.shape[0]
+  rounds = jnp.asarray(jnp.iinfo(jnp.int32).max if max_rounds is None else max_rounds, jnp.int32)
+  return _generate(target, draft, per_row(rule, batch), per_row(sampling, batch), state, rounds, config)
+
+
+@functools.partial(jax.jit, static_argnames='config', donate_argnames='state')
+def _generate(target, draft, rule, sampling, state, max_rounds, config):
+
+  def unfinished(carry):
+    state, rounds = carry
+    return jnp.any(~state.done) & (rounds < max_rounds)
+
+  def one_round(carry):
+    state, rounds = carry
+    state, _ = decode_step(target, draft, rule, sampling, state, config)
+    return state, rounds + 1
+
+  state, _ = jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))
+  return state

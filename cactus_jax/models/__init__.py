@@ -1,0 +1,1 @@
+"""The models branch: one decoder for every family, and the readers of what people have on disk."""

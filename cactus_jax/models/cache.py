@@ -1,0 +1,28 @@
+"""The key/value cache: one slot per absolute position, written per row, with no length inside."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class KVCache:
+  """Keys and values of every layer. Which slots are valid is the decoder's knowledge (`DecodeState`), not ours."""
+
+  k: tuple[jax.Array, ...]  # per layer [B, G, S, H]
+  v: tuple[jax.Array, ...]
+
+
+def init(config, batch, length, dtype):
+  """An empty cache of `length` slots a row."""
+  shape = (batch, config.num_kv_heads, length, config.head_dim)
+  zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+  return KVCache(k=zeros(), v=zeros())
+
+
+def write(cache_BGSH, new_BTGH, positions_BT):
+  """The cache with each row's T new entries at that row's own positions; a position beyond the end is dropped."""
+  B, G = cache_BGSH.shape[:2]
+  rows_B11, heads_1G1 = jnp.arange(B)[:, None, None], jnp.arange(G)[None, :, None]
+  new_BGTH = new_BTGH.swapaxes(1, 2).astype(cache_BGSH.dtype)
+  return cache_BGSH.at[rows_B11, heads_1G1, positions_BT[:, None]].set(new_BGTH, mode='drop')

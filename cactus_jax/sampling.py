@@ -1,0 +1,210 @@
+"""From logits to laws to tokens: the only place where a law is made or drawn from.
+
+A law is a probability vector over the vocabulary, float32, after temperature and filters. Drafting, verification,
+recovery and bonus all use `to_probs` and `sample`; two functions that disagree by a rounding would already be a
+biased decoder.
+"""
+
+import enum
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# A temperature at or below this is greedy. Dividing logits by less would overflow where it does not just round.
+GREEDY_TEMPERATURE = 1e-5
+# `to_probs` looks for the filters' threshold among this many largest tokens before it searches the vocabulary.
+HEAD = 64
+
+
+def check_number(name, value, valid, need):
+  """Raises ValueError unless every entry of `value` is valid; values that are no concrete numbers pass.
+
+  (Records are rebuilt inside jit with tracers for leaves, and by tree utilities with arbitrary objects.)
+  """
+  if isinstance(value, (bool, str)):
+    raise ValueError(f'{name}={value!r}: need {need}.')
+  if not isinstance(value, (int, float, list, tuple, np.ndarray, np.generic, jax.Array)):
+    return
+  if isinstance(value, jax.core.Tracer):
+    return
+  numbers = np.asarray(value)
+  if not np.issubdtype(numbers.dtype, np.number) or not np.all(valid(numbers)):
+    raise ValueError(f'{name}={value}: need {need}.')
+
+
+def per_row(record, batch):
+  """The record with every leaf strongly typed, one value a row: a new value then never means a new program."""
+
+  def broadcast(leaf):
+    array = np.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf
+    dtype = jnp.int32 if jnp.issubdtype(array.dtype, jnp.integer) else jnp.float32
+    if array.ndim > 1 or (array.ndim == 1 and array.shape != (batch,)):
+      raise ValueError(f'{type(record).__name__} holds a value of shape {array.shape}: need one number, or one for '
+                       f'each of the {batch} rows.')
+    return jnp.broadcast_to(jnp.asarray(array, dtype), (batch,))
+
+  return jax.tree.map(broadcast, record)
+
+
+@flax.struct.dataclass
+class SamplingParams:
+  """How a law is made from logits: one number, or one per row, in each field.
+
+  Filters apply in the order of the fields, each to what the one before has left; tokens that tie with the last one
+  kept are kept too. Raises ValueError for a value outside its range.
+  """
+
+  temperature: jax.Array | float = 1.0  # at or below 1e-5: all mass on the most likely token
+  top_k: jax.Array | int = 0  # the k most likely tokens; 0 keeps all
+  top_p: jax.Array | float = 1.0  # the smallest set of likeliest tokens whose mass reaches p; 1 keeps all
+  min_p: jax.Array | float = 0.0  # tokens with at least this share of the top probability; 0 keeps all
+
+  def __post_init__(self):
+    finite = np.isfinite
+    check_number('temperature', self.temperature, lambda x: finite(x) & (x >= 0), 'a finite number >= 0 (0 is greedy)')
+    check_number('top_k', self.top_k, lambda x: (x >= 0) & (x == np.floor(x)), 'a whole number >= 0 (0 keeps all tokens)')
+    check_number('top_p', self.top_p, lambda x: (x > 0) & (x <= 1), 'a number in (0, 1] (1 keeps all tokens)')
+    check_number('min_p', self.min_p, lambda x: (x >= 0) & (x <= 1), 'a number in [0, 1] (0 keeps all tokens)')
+
+
+@flax.struct.dataclass
+class Draft:
+  """Up to K tokens proposed for each row, with the law each was drawn from."""
+
+  tokens: jax.Array  # i32[B, K]
+  probs: jax.Array  # f32[B, K, V]
+  num_drafted: jax.Array  # i32[B] in 0..K: how many of the K are proposals, the rest is padding
+
+
+def is_greedy(temperature):
+  """Whether a temperature means "the most likely token": one definition for everyone."""
+  return temperature <= GREEDY_TEMPERATURE
+
+
+def to_probs(logits_BTV, params):
+  """The law of each position after temperature, top-k, top-p and min-p.
+
+  Args:
+    logits_BTV: [B, T, V], any float dtype; -inf masks a token.
+    params: `SamplingParams` with leaves [B].
+  Returns: f32[B, T, V], each law summing to 1. If the largest logit of a position is not finite (NaN anywhere, +inf,
+    or nothing but -inf) its law is NaN throughout, for greedy rows too.
+  """
+  logits = logits_BTV.astype(jnp.float32)
+  peak = jnp.max(logits, axis=-1, keepdims=True)
+  peak = jnp.where(jnp.isfinite(peak), peak, jnp.nan)
+  greedy = is_greedy(params.temperature)[:, None, None]
+  temperature = jnp.where(greedy, 1.0, params.temperature[:, None, None])
+  weights = jnp.exp((logits - peak) / temperature)  # in [0, 1], and exactly 1 at the peak
+  weights = jnp.where(weights >= _floor(weights, params)[..., None], weights, weights * 0)
+  probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+  def with_greedy_rows(probs):
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    return jnp.where(greedy, best + peak * 0, probs)
+
+  return jax.lax.cond(jnp.any(greedy), with_greedy_rows, lambda probs: probs, probs)
+
+
+def _floor(weights_BTV, params):
+  """The smallest weight that survives the filters, f32[B, T]. The weights are positive and at most 1.
+
+  The vocabulary is never sorted. The threshold almost always lies among the HEAD largest weights; where it does not,
+  it is found bit by bit. Which of the two serves a position depends on that position alone.
+  """
+  V = weights_BTV.shape[-1]
+  top_k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, V), V)[:, None]
+  top_p = params.top_p[:, None]
+  min_p = jnp.broadcast_to(params.min_p[:, None], weights_BTV.shape[:2])
+
+  def from_head(_):
+    head_BTH, _ = jax.lax.top_k(weights_BTV, min(HEAD, V))
+    width = head_BTH.shape[-1]
+    rank = jnp.arange(width)[None, None]
+    mass_BTH = jnp.cumsum(jnp.where(rank < top_k[..., None], head_BTH, 0), axis=-1)
+    total = jnp.where(top_k <= width, mass_BTH[..., -1], jnp.sum(weights_BTV, axis=-1))
+    short = jnp.sum(mass_BTH < (top_p * total)[..., None], axis=-1)  # tokens before the one that reaches p
+    last = jnp.minimum(jnp.where(top_p < 1, short, V), top_k - 1)
+    floor = jnp.take_along_axis(head_BTH, jnp.minimum(last, width - 1)[..., None], axis=-1)[..., 0]
+    unfiltered = (top_k >= V) & (top_p >= 1)
+    found = (top_k <= width) | ((top_k >= V) & (short < width)) | unfiltered
+    floor = jnp.where(unfiltered, 0, floor)
+    searched = jax.lax.cond(jnp.all(found), lambda _: floor, lambda _: _search_floor(weights_BTV, top_k, top_p), None)
+    return jnp.where(found, floor, searched)
+
+  anything = jnp.any((params.top_k > 0) | (params.top_p < 1))
+  return jnp.maximum(min_p, jax.lax.cond(anything, from_head, lambda _: jnp.zeros_like(min_p), None))
+
+
+def _search_floor(weights_BTV, top_k, top_p):
+  """The threshold of top-k then top-p for any k and p, in 60 passes over the vocabulary and without a sort."""
+
+  def largest(reached):
+    # Non-negative floats order as their bit patterns, so the largest threshold for which the (falling) test
+    # `reached` still holds is built from its highest bit down. Weights are at most 1.0 = 0x3f800000.
+    def set_bit(i, bits):
+      trial = bits | (1 << (29 - i))
+      return jnp.where(reached(jax.lax.bitcast_convert_type(trial, jnp.float32)), trial, bits)
+
+    bits = jax.lax.fori_loop(0, 30, set_bit, jnp.zeros(weights_BTV.shape[:2], jnp.int32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+  above = lambda floor: weights_BTV >= floor[..., None]
+  kth = largest(lambda floor: jnp.sum(above(floor), axis=-1) >= top_k)
+  kept_BTV = jnp.where(above(kth), weights_BTV, 0)
+  mass = lambda floor: jnp.sum(jnp.where(above(floor), kept_BTV, 0), axis=-1)
+  nucleus = largest(lambda floor: mass(floor) >= top_p * jnp.sum(kept_BTV, axis=-1))
+  return jnp.where(top_p < 1, jnp.maximum(kth, nucleus), kth)
+
+
+def sample(probs_BV, uniform_B):
+  """One token a row by inversion of the cumulative law: a single uniform a draw.
+
+  Two levels, so that the vocabulary is read once: the block of tokens that the uniform falls into, then the token
+  inside it. A token of probability 0 is never drawn, whatever the rounding of the sums.
+
+  Args: probs_BV f32[B, V], each row a law; uniform_B f32[B] in [0, 1). Returns: i32[B].
+  """
+  B, V = probs_BV.shape
+  width = 1 << (max(V - 1, 1).bit_length() + 1) // 2
+  blocks_BNW = jnp.pad(probs_BV, ((0, 0), (0, -V % width))).reshape(B, -1, width)
+  mass_BN = jnp.sum(blocks_BNW, axis=-1)
+  block, before = _invert(mass_BN, uniform_B * jnp.sum(mass_BN, axis=-1))
+  inside_BW = jnp.take_along_axis(blocks_BNW, block[:, None, None], axis=1)[:, 0]
+  token, _ = _invert(inside_BW, uniform_B * jnp.sum(mass_BN, axis=-1) - before)
+  return jnp.minimum(block * width + token, V - 1)
+
+
+def _invert(mass_BN, point_B):
+  """First positive entry whose running sum exceeds the point (else the last positive one), and the sum before it."""
+  ends_BN = jnp.cumsum(mass_BN, axis=-1)
+  positive_BN = mass_BN > 0
+  beyond_BN = (ends_BN > point_B[:, None]) & positive_BN
+  last_B = mass_BN.shape[-1] - 1 - jnp.argmax(positive_BN[:, ::-1], axis=-1)
+  index_B = jnp.where(jnp.any(beyond_BN, axis=-1), jnp.argmax(beyond_BN, axis=-1), last_B).astype(jnp.int32)
+  at = lambda x_BN: jnp.take_along_axis(x_BN, index_B[:, None], axis=-1)[:, 0]
+  return index_B, at(ends_BN) - at(mass_BN)
+
+
+class Role(enum.IntEnum):
+  """What a uniform is for; each role has its own stream, since a shared one would correlate the draws."""
+
+  DRAFT = 0
+  ACCEPT = 1
+  EMIT = 2
+
+
+def round_keys(keys_B, round_B):
+  """One key a row for this round of that row: never the batch row, never the position, which a rollback redraws."""
+  return jax.vmap(jax.random.fold_in)(keys_B, round_B)
+
+
+def uniforms(keys_B, role, num_slots):
+  """f32[B, num_slots] in [0, 1): the uniforms of one role in one round, each slot with a key of its own."""
+
+  def draw(key, slot):
+    return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, role), slot), dtype=jnp.float32)
+
+  return jax.vmap(jax.vmap(draw, (None, 0)), (0, None))(keys_B, jnp.arange(num_slots))

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Answers a prompt by speculative decoding with the Cactus rule. The first run sets everything up.
+set -euo pipefail
+
+usage='Usage: scripts/demo.sh ["a prompt"] [flags]
+
+Answers the prompt with a small model on this machine. The flags go to experiments/generate.py
+and may replace the ones set here, for example:
+  scripts/demo.sh "Why is the sky blue?" --rule=exact
+  scripts/demo.sh --delta=0.25
+The first run builds .venv and downloads the model. PYTHON=... chooses the interpreter.'
+prompt='What causes the seasons on Earth?'
+
+case ${1--} in
+  -h | --help) printf '%s\n' "$usage"; exit ;;
+  -*) ;;
+  *) prompt=$1; shift ;;
+esac
+
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+set_up_package
+set_up_model
+
+say "Prompt: $prompt"
+say 'The first run compiles for about a minute; later runs start in seconds.'
+exec "$VENV/bin/python" "$ROOT/experiments/generate.py" --prompt="$prompt" --rule=cactus --delta=1 "$@"
