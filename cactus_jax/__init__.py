@@ -1,6 +1,17 @@
 """cactus_jax: speculative decoding with a divergence budget, in JAX.
 
+The algorithm is in rules.py (the mathematics) and decode.py (`decode_step`, a round in ten lines).
+
 Dimension letters, as in logits_BTV:
   B rows   S slots of a buffer   T tokens of this pass   K drafted tokens a round   V vocabulary   D embedding
   N query heads   G key/value heads   R = N / G   H head dimension   F mlp width   P prompt slots
 """
+
+from cactus_jax.decode import DecodeConfig, DecodeState, Finish, LanguageModel, StepInfo, decode_step, generate, prefill
+from cactus_jax.drafts import DraftSource, PromptLookup
+from cactus_jax.models.config import ModelConfig
+from cactus_jax.models.load import default_model_path, load_tokenizer, load_transformer
+from cactus_jax.models.transformer import Transformer
+from cactus_jax.rules import Cactus, Exact, VerificationRule
+from cactus_jax.sampling import Draft, SamplingParams
+from cactus_jax.text import Completions, TextStream, check_tokenizers, encode, generate_text, row_keys, stream_text

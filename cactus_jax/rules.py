@@ -35,9 +35,9 @@ class VerificationRule(Protocol):
 
 
 def _ratio(h_x, p_x):
-  """min(1, h_x / p_x), with no division unless 0 <= h_x < p_x."""
+  """min(1, h_x / p_x), and 0 where h_x is; with no division unless 0 <= h_x < p_x."""
   kept = h_x >= p_x
-  return jnp.where(kept, 1.0, h_x / jnp.where(kept, 1.0, p_x))
+  return jnp.where(kept & (h_x > 0), 1.0, h_x / jnp.where(kept, 1.0, p_x))
 
 
 def _residual(weights, q, x):
@@ -129,3 +129,7 @@ class Cactus:
     suffix = lambda v: jnp.concatenate([jnp.cumsum(v[::-1])[::-1], jnp.zeros(1)])
     recovered = q * suffix((share * scale)[by_scale])[above] - p * suffix(share[by_scale])[above]
     return jnp.minimum(p, gamma) + jnp.maximum(recovered, 0.0)
+
+
+# By the names used on command lines; a rule's fields are the numbers it takes.
+RULES = {'exact': Exact, 'cactus': Cactus}

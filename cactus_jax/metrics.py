@@ -1,0 +1,139 @@
+"""Figures of a run: how much was accepted, what a verifier call yielded, and where the seconds went.
+
+Words, the same everywhere: accepted_len is the number of drafted tokens kept in a round, 0..K, without recovery or
+bonus; tokens_per_call is accepted_len + 1, but for rounds that the end of a text cut short.
+"""
+
+import contextlib
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+
+def _ratio(a, b):
+  return float(a) / float(b) if b else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+  """Wall-clock seconds of one call, compilation apart from running."""
+
+  compile: float  # tracing, lowering and compiling (or fetching compiled code), whenever it happened
+  first_token: float  # reading the prompts and the first round
+  decode: float  # the rounds after the first
+  decoded: int  # tokens that those rounds gave
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+  """What happened in a batch, or in several: the counts add up, the ratios follow. Ratios of nothing are 0."""
+
+  new_tokens: int  # in the answers
+  decoded: int  # also those past a stop string, decoded before the host saw it
+  verifier_calls: int  # rounds, summed over rows
+  accepted_at: tuple[int, ...]  # rounds in which the token drafted at position i was kept
+  tested_at: tuple[int, ...]  # rounds in which position i was put to the test: drafted, and all before it kept
+  seconds: Seconds
+
+  @property
+  def accepted(self):
+    """Drafted tokens that were kept."""
+    return sum(self.accepted_at)
+
+  @property
+  def drafted(self):
+    """Drafted tokens put to the test: up to and including the first rejection of each round."""
+    return sum(self.tested_at)
+
+  @property
+  def tokens_per_call(self):
+    """Tokens a verifier call yields a row."""
+    return _ratio(self.decoded, self.verifier_calls)
+
+  @property
+  def accepted_len(self):
+    """The paper's AL: drafted tokens kept a round, mean over rounds of live rows."""
+    return _ratio(self.accepted, self.verifier_calls)
+
+  @property
+  def acceptance_rate(self):
+    """Share of the drafted tokens put to the test that were kept."""
+    return _ratio(self.accepted, self.drafted)
+
+  @property
+  def position_rate(self):
+    """Share of rounds in which the token at each position was kept."""
+    return tuple(_ratio(a, self.verifier_calls) for a in self.accepted_at)
+
+  @property
+  def position_rate_given_tested(self):
+    """Share of the rounds that got as far as each position in which its token was kept."""
+    return tuple(_ratio(a, t) for a, t in zip(self.accepted_at, self.tested_at))
+
+  @property
+  def tokens_per_second(self):
+    """Tokens a second after the first round, all rows together, compilation left out."""
+    return _ratio(self.seconds.decoded, self.seconds.decode)
+
+
+def summarize(state, prompt_length, new_tokens, seconds) -> Stats:
+  """The figures of a finished (or interrupted) `DecodeState`.
+
+  Args: prompt_length int[B], where each row started; new_tokens, how many tokens were kept of what was decoded.
+  """
+  length, rounds, counters = jax.device_get((state.length, state.round, state.stats))
+  return Stats(
+      new_tokens=new_tokens,
+      decoded=int((length - np.asarray(prompt_length)).sum()),
+      verifier_calls=int(rounds.sum()),
+      accepted_at=tuple(counters.accepted.sum(axis=0).tolist()),
+      tested_at=tuple(counters.tested.sum(axis=0).tolist()),
+      seconds=seconds,
+  )
+
+
+def merge(parts) -> Stats:
+  """The figures of several batches together; the first token's seconds are those of the first batch."""
+  total = lambda name: sum(getattr(part, name) for part in parts)
+  columns = lambda name: tuple(map(sum, zip(*(getattr(part, name) for part in parts))))
+  seconds = lambda name: sum(getattr(part.seconds, name) for part in parts)
+  return Stats(
+      new_tokens=total('new_tokens'),
+      decoded=total('decoded'),
+      verifier_calls=total('verifier_calls'),
+      accepted_at=columns('accepted_at'),
+      tested_at=columns('tested_at'),
+      seconds=Seconds(seconds('compile'), parts[0].seconds.first_token, seconds('decode'), seconds('decoded')),
+  )
+
+
+class CompileClock:
+  """Counts the seconds that JAX spends on making programs, by its own events."""
+
+  def __init__(self):
+    self._spans = []
+
+  def _record(self, event, duration, **_):
+    if event.startswith('/jax/core/compile/'):
+      end = time.perf_counter()
+      self._spans.append((end - duration, end))
+
+  @property
+  def seconds(self):
+    """The length of the union of the events: traces nest."""
+    total, reached = 0.0, 0.0
+    for start, end in sorted(self._spans):
+      total += max(0.0, end - max(start, reached))
+      reached = max(reached, end)
+    return total
+
+  @contextlib.contextmanager
+  def running(self):
+    """Counts while the context is open."""
+    jax.monitoring.register_event_duration_secs_listener(self._record)
+    try:
+      yield self
+    finally:
+      jax.monitoring.unregister_event_duration_listener(self._record)

@@ -1,0 +1,313 @@
+"""Prompts in, text out: the host's side of decoding.
+
+The host tokenises once, sizes the buffers, lets the loop run for some rounds at a time and looks at the tokens in
+between: that is where streaming, progress and stop strings live. No callback ever enters a compiled program.
+"""
+
+import bisect
+import dataclasses
+import inspect
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cactus_jax import decode, metrics
+from cactus_jax.decode import DecodeConfig, Finish
+from cactus_jax.rules import Exact
+from cactus_jax.sampling import SamplingParams
+
+# Rounds between two looks of the host when it must look for stop strings or report progress.
+ROUNDS_PER_LOOK = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Completions:
+  """The answers to a batch of prompts, row by row, on the host."""
+
+  texts: list[str]
+  tokens: list[list[int]]  # new tokens, an end-of-sequence token included
+  from_draft: list[list[bool]]  # whether each new token was drafted (else recovered or bonus)
+  logprobs: list[list[float]]  # nats, each new token by the verifier's unfiltered law at temperature 1
+  finish_reasons: list[str]  # 'eos', 'length', 'cache_full', 'stop' or 'nan'
+  stats: metrics.Stats
+  lossless: bool  # whether the tokens follow the verifier's own law
+
+
+def generate_text(
+    prompts: Sequence,
+    *,
+    target,
+    tokenizer,
+    draft=None,
+    rule=Exact(),
+    sampling: SamplingParams = SamplingParams(),
+    num_draft: int = 4,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    seed: int | Sequence[int] = 0,
+    raw: bool = False,
+    draft_tokenizer=None,
+    progress: Callable[[int], None] | None = None,
+) -> Completions:
+  """Answers a batch of prompts.
+
+  Args:
+    prompts: strings, or conversations as lists of {'role': ..., 'content': ...}.
+    target: the verifier, a `Transformer`.
+    tokenizer: its tokenizer (`load_tokenizer`).
+    draft: a `Transformer` with the same tokenizer, a `DraftSource` such as `PromptLookup()`, or None: plain decoding.
+    rule: a verification rule; the default is lossless.
+    sampling: how laws are made; numbers, or one value a row.
+    num_draft: tokens drafted a round.
+    max_new_tokens: at most so many a row. A row also ends where the context of either model does ('cache_full').
+    stop: strings that end a text; the text is cut before the first of them.
+    seed: one for all rows, or one for each. A row's draws depend on its seed and prompt only, not on the batch.
+    raw: whether to take strings as they are instead of as a user's turn in the chat template.
+    draft_tokenizer: the draft's own tokenizer, to be compared with `tokenizer`.
+    progress: called by the host now and then with the number of new tokens so far.
+
+  Raises: ValueError, before anything is compiled, for input that cannot be answered.
+  """
+  run = _Run(prompts, target=target, tokenizer=tokenizer, draft=draft, rule=rule, sampling=sampling, stop=stop,
+             num_draft=num_draft, max_new_tokens=max_new_tokens, seed=seed, raw=raw, draft_tokenizer=draft_tokenizer)
+  looks = bool(run.stop) or progress is not None
+  for _ in run.rounds(ROUNDS_PER_LOOK if looks else None):
+    if progress is not None:
+      progress(run.new_tokens)
+  return run.completions()
+
+
+def stream_text(prompt, **options) -> 'TextStream':
+  """Answers one prompt piece by piece; options as for `generate_text`, without `progress`.
+
+  Iterating gives strings whose concatenation is exactly the final text; afterwards `.completions` holds the rest.
+  """
+  call = inspect.signature(generate_text).bind([prompt], **options)
+  call.apply_defaults()
+  if call.arguments.pop('progress') is not None:
+    raise ValueError('progress: a stream reports by its pieces; use generate_text for a progress callback.')
+  return TextStream(_Run(**call.arguments))
+
+
+class TextStream:
+  """The pieces of one answer as they are decoded."""
+
+  def __init__(self, run):
+    self._run = run
+
+  def __iter__(self) -> Iterator[str]:
+    sent = 0
+    for _ in self._run.rounds(1):
+      text = self._run.settled_text()
+      if len(text) > sent:
+        yield text[sent:]
+        sent = len(text)
+    text = self.completions.texts[0]
+    if len(text) > sent:
+      yield text[sent:]
+
+  @property
+  def completions(self) -> Completions:
+    """What has been decoded so far, with its figures."""
+    return self._run.completions()
+
+
+def check_tokenizers(tokenizer, draft_tokenizer):
+  """Raises ValueError, naming the first difference, unless both map the same ids to the same tokens."""
+  if tokenizer is draft_tokenizer:
+    return
+  ours, theirs = len(tokenizer), len(draft_tokenizer)
+  pairs = zip(*(t.convert_ids_to_tokens(range(min(ours, theirs))) for t in (tokenizer, draft_tokenizer)))
+  for token, (a, b) in enumerate(pairs):
+    if a != b:
+      raise ValueError(f'draft and verifier have different tokenizers: token {token} is {a!r} for the verifier and '
+                       f'{b!r} for the draft. A draft must share its verifier\'s tokenizer.')
+  if ours != theirs:
+    longer, name = (tokenizer, 'verifier') if ours > theirs else (draft_tokenizer, 'draft')
+    extra = longer.convert_ids_to_tokens(min(ours, theirs))
+    raise ValueError(f'draft and verifier have different tokenizers: only the {name} has token {min(ours, theirs)}, '
+                     f'{extra!r}. A draft must share its verifier\'s tokenizer.')
+
+
+def encode(prompts, tokenizer, raw) -> list[list[int]]:
+  """Token ids of each prompt: a string as a user's turn of the chat template (or as it is if raw), or a conversation."""
+  if isinstance(prompts, str):
+    raise ValueError('prompts is one string: pass a list of prompts, [prompt].')
+  if not len(prompts):
+    raise ValueError('prompts is empty: pass at least one prompt.')
+  if not raw and not tokenizer.chat_template:
+    raise ValueError('this tokenizer has no chat template: pass raw=True to take the prompts as plain text.')
+  rows = []
+  for i, prompt in enumerate(prompts):
+    if isinstance(prompt, str) and raw:
+      ids = tokenizer(prompt)['input_ids']
+    elif raw:
+      raise ValueError(f'prompt {i} is {type(prompt).__name__}: with raw=True every prompt is a string.')
+    else:
+      turns = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
+      ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    if prompt == '' or not len(ids):
+      raise ValueError(f'prompt {i} is empty: need at least one token to continue from.')
+    rows.append(list(ids))
+  return rows
+
+
+def row_keys(seed, rows):
+  """key[B]: of each row its seed and its prompt, so that equal seeds do not give different prompts the same draws."""
+  seeds = [seed] * len(rows) if isinstance(seed, (int, np.integer)) else list(seed)
+  if len(seeds) != len(rows):
+    raise ValueError(f'seed holds {len(seeds)} seeds: need one, or one for each of the {len(rows)} prompts.')
+  prompts = [zlib.crc32(np.asarray(row, np.int32).tobytes()) for row in rows]
+  make = jax.vmap(lambda seed, prompt: jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), prompt))
+  return make(jnp.asarray([s % 2**32 for s in seeds], jnp.uint32), jnp.asarray(prompts, jnp.uint32))
+
+
+def bucket(length):
+  """The smallest of 16, 24, 32, 48, 64, 96, ... that holds `length`: programs are compiled per bucket."""
+  size = 16
+  while size < length:
+    size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+  return size
+
+
+def _detokenize(tokenizer, tokens):
+  return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _first_stop(tokenizer, tokens, stops):
+  """(number of tokens up to the one that completes the first stop string, text before it), or None."""
+  seen = lambda count: any(stop in _detokenize(tokenizer, tokens[:count]) for stop in stops)
+  if not seen(len(tokens)):
+    return None
+  count = bisect.bisect_left(range(len(tokens)), True, key=seen)
+  text = _detokenize(tokenizer, tokens[:count])
+  return count, text[: min(text.find(stop) for stop in stops if stop in text)]
+
+
+def _settled_length(text, stops):
+  """How much of a text later tokens cannot change: without a split character, without what may become a stop string."""
+  settled = len(text.rstrip('\ufffd'))
+  begins = (n for stop in stops for n in range(1, len(stop)) if text[:settled].endswith(stop[:n]))
+  return settled - max(begins, default=0)
+
+
+class _Run:
+  """One batch on its way from prompts to text: the state on device, and what the host knows of it."""
+
+  def __init__(self, prompts, *, target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens, stop, seed, raw,
+               draft_tokenizer):
+    self._models = target, draft
+    self._tokenizer, self._rule, self._sampling = tokenizer, rule, sampling
+    self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(s, str) and s for s in self.stop):
+      raise ValueError(f'stop={stop!r}: need non-empty strings.')
+    if max_new_tokens < 1:
+      raise ValueError(f'max_new_tokens={max_new_tokens}: need at least 1.')
+    if draft_tokenizer is not None:
+      check_tokenizers(tokenizer, draft_tokenizer)
+
+    models = [('verifier', target)] + ([('draft', draft)] if hasattr(draft, 'config') else [])
+    context = min(model.config.max_length for _, model in models)
+    vocab_size = len(tokenizer)
+    for name, model in models:
+      if model.config.vocab_size < vocab_size:
+        raise ValueError(f'the tokenizer has {vocab_size} tokens, the {name} only {model.config.vocab_size}: it is '
+                         'not this model\'s tokenizer.')
+    rows = encode(prompts, tokenizer, raw)
+    for i, row in enumerate(rows):
+      if len(row) >= context:
+        raise ValueError(f'prompt {i} has {len(row)} tokens; the context of the model is {context}, of which at least '
+                         'one must be left for the answer: shorten the prompt.')
+    self._prompt_length = np.array([len(row) for row in rows])
+    longest = int(self._prompt_length.max())
+    self.config = DecodeConfig(
+        num_draft=num_draft,
+        max_length=min(bucket(longest + max_new_tokens), context),
+        vocab_size=vocab_size,
+        eos_ids=tuple(sorted({*target.config.eos_ids, *filter(lambda t: t is not None, [tokenizer.eos_token_id])})),
+    )
+    padded = np.zeros((len(rows), min(bucket(longest), self.config.capacity)), np.int32)
+    for i, row in enumerate(rows):
+      padded[i, : len(row)] = row
+    self._padded, self._limit = padded, self._prompt_length + max_new_tokens
+    self._keys = row_keys(seed, rows)
+
+    self._clock = metrics.CompileClock()
+    self._first_token = self._decode = 0.0
+    self._first_tokens = 0
+    self._stopped = {}  # row -> (number of its tokens up to the stop string, text before it)
+
+  def rounds(self, max_rounds):
+    """Decodes, yielding after the first round and then after every max_rounds of them (None: not before the end)."""
+    with self._clock.running():
+      start = time.perf_counter()
+      self.state = decode.prefill(*self._models, self._padded, self._prompt_length, self._keys, self._limit, self.config)
+      self._advance(1)
+      self._first_token = time.perf_counter() - start - self._clock.seconds
+      self._first_tokens = self.new_tokens
+    yield
+    while not self._done.all():
+      with self._clock.running():
+        start, compiled = time.perf_counter(), self._clock.seconds
+        self._advance(max_rounds)
+        self._decode += time.perf_counter() - start - (self._clock.seconds - compiled)
+      yield
+
+  def _advance(self, max_rounds):
+    self.state = decode.generate(*self._models, self._rule, self._sampling, self.state, self.config, max_rounds)
+    self._tokens, self._length, self._done = jax.device_get((self.state.tokens, self.state.length, self.state.done))
+    if self.stop:
+      self._look_for_stops()
+
+  def _look_for_stops(self):
+    for row in range(len(self._prompt_length)):
+      if row not in self._stopped:
+        found = _first_stop(self._tokenizer, self._row_tokens(row), self.stop)
+        if found:
+          self._stopped[row] = found
+    if self._stopped:
+      stopped = np.isin(np.arange(len(self._prompt_length)), list(self._stopped))
+      self._done = self._done | stopped
+      self.state = self.state.replace(done=jnp.asarray(self._done))
+
+  def _row_tokens(self, row):
+    return self._tokens[row, self._prompt_length[row] : self._length[row]].tolist()
+
+  @property
+  def new_tokens(self):
+    """Tokens decoded so far, all rows together."""
+    return int((self._length - self._prompt_length).sum())
+
+  def settled_text(self):
+    """The first row's text as far as later tokens cannot change it."""
+    if 0 in self._stopped:
+      return self._stopped[0][1]
+    text = _detokenize(self._tokenizer, self._row_tokens(0))
+    return text[: _settled_length(text, self.stop)]
+
+  def completions(self):
+    """The answers so far."""
+    from_draft, logprobs, finish = jax.device_get((self.state.from_draft, self.state.logprobs, self.state.finish))
+    texts, tokens, flags, nats, reasons = [], [], [], [], []
+    for row, start in enumerate(self._prompt_length):
+      new = self._row_tokens(row)
+      count, text = self._stopped.get(row, (len(new), None))
+      texts.append(_detokenize(self._tokenizer, new) if text is None else text)
+      tokens.append(new[:count])
+      flags.append(from_draft[row, start : start + count].tolist())
+      nats.append(logprobs[row, start : start + count].tolist())
+      reasons.append((Finish.STOP if row in self._stopped else Finish(finish[row])).name.lower())
+    seconds = metrics.Seconds(self._clock.seconds, self._first_token, self._decode, self.new_tokens - self._first_tokens)
+    return Completions(
+        texts=texts,
+        tokens=tokens,
+        from_draft=flags,
+        logprobs=nats,
+        finish_reasons=reasons,
+        stats=metrics.summarize(self.state, self._prompt_length, sum(map(len, tokens)), seconds),
+        lossless=self._models[1] is None or type(self._rule).lossless,
+    )

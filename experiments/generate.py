@@ -1,0 +1,202 @@
+"""Text from a prompt, with what speculation did to it.
+
+  python experiments/generate.py --prompt='Why is the sky blue?' --rule=cactus --delta=1
+  python experiments/generate.py --prompts_file=prompts.jsonl --output=answers.jsonl --batch_size=8
+  echo 'Why is the sky blue?' | python experiments/generate.py --draft=early_exit:8
+
+One prompt is streamed. A file of prompts shows a progress bar, and every answer is on disk before the next batch
+starts: the same command again goes on where it stopped. A table follows: tokens per verifier call, acceptance, seconds.
+The default model needs 1 GB of memory and writes some 30 tokens a second on two CPU cores.
+"""
+
+import sys
+
+from absl import flags
+from lib import flags as common
+from lib import record
+from tqdm.auto import tqdm
+
+import cactus_jax as cj
+from cactus_jax import metrics
+
+_PROMPT = flags.DEFINE_string('prompt', None, 'The prompt. Without it and --prompts_file, standard input is read.')
+_PROMPTS_FILE = flags.DEFINE_string('prompts_file', None, 'JSONL file with one prompt a line.')
+_PROMPT_FIELD = flags.DEFINE_string(
+    'prompt_field', 'prompt', 'Where a line has its prompt: a string, strings (the first is taken) or messages.')
+_OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append answers to; what it already holds is kept.')
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', 8, 'Prompts decoded together.', lower_bound=1)
+_COMPARE = flags.DEFINE_boolean('compare_plain', True, 'Time plain decoding too, to tell whether speculation pays.')
+
+# Plain decoding is timed on so many tokens: enough for a median, a fraction of a second.
+PLAIN_TOKENS = 24
+
+
+def read_prompts() -> list:
+  """The prompts of the flags or of standard input."""
+  if _PROMPT.value is not None and _PROMPTS_FILE.value is not None:
+    raise ValueError('--prompt and --prompts_file are both given: choose one.')
+  if _PROMPTS_FILE.value is not None:
+    rows = record.read_rows(_PROMPTS_FILE.value, check=prompt_of)
+    if not rows:
+      raise ValueError(f'{_PROMPTS_FILE.value} holds no prompts.')
+    return [prompt_of(row) for row in rows]
+  if _PROMPT.value is not None:
+    return [_PROMPT.value]
+  if sys.stdin.isatty():
+    print('Type a prompt, then ctrl-D:', file=sys.stderr)
+  return [sys.stdin.read().strip()]
+
+
+def prompt_of(row):
+  """The prompt of one line of the file. Raises ValueError if there is none."""
+  field = _PROMPT_FIELD.value
+  if field not in row:
+    raise ValueError(f'no field {field!r} (it has {", ".join(row)}); name the right one with --prompt_field.')
+  value = row[field]
+  if isinstance(value, list) and value and isinstance(value[0], str):
+    value = value[0]
+  messages = isinstance(value, list) and value and all(isinstance(m, dict) and {'role', 'content'} <= m.keys() for m in value)
+  if not messages and not (isinstance(value, str) and value):
+    raise ValueError(f'{field} is {value!r}: need a non-empty string, a list of strings, or a list of messages with '
+                     'role and content.')
+  return value
+
+
+def answer(index, prompt, done, row, settings):
+  """What is stored of row `row` of a batch of completions."""
+  return {
+      'index': index,
+      'prompt': prompt,
+      'text': done.texts[row],
+      'finish_reason': done.finish_reasons[row],
+      'tokens': done.tokens[row],
+      'from_draft': done.from_draft[row],
+      'logprobs': [round(x, 5) for x in done.logprobs[row]],
+      'lossless': done.lossless,
+      'settings': settings,
+  }
+
+
+def stream_one(prompt, options) -> cj.Completions:
+  """Prints the answer as it is written."""
+  stream = cj.stream_text(prompt, **options)
+  for piece in stream:
+    print(piece, end='', flush=True)
+  print()
+  return stream.completions
+
+
+def answer_many(prompts, rows, options, settings) -> list[cj.Completions]:
+  """Answers batch by batch, storing each; prompts that are in `rows` already are skipped."""
+  finished = {row.get('index') for row in rows.done} if rows else set()
+  todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in finished]
+  if len(todo) < len(prompts):
+    print(f'{len(prompts) - len(todo)} of {len(prompts)} prompts are answered already')
+  batches = []
+  with tqdm(total=len(todo), unit='prompt') as bar:
+    tokens = 0
+    for start in range(0, len(todo), _BATCH_SIZE.value):
+      batch = todo[start : start + _BATCH_SIZE.value]
+
+      def show(new_tokens, before=tokens):
+        rate = (before + new_tokens) / max(bar.format_dict['elapsed'], 1e-9)
+        bar.set_postfix_str(f'{before + new_tokens} tokens, {rate:.1f} tokens/s')
+
+      done = cj.generate_text([prompt for _, prompt in batch], progress=show, **options)
+      for row, (index, prompt) in enumerate(batch):
+        if rows:
+          rows.append(answer(index, prompt, done, row, settings))
+        else:
+          bar.write(f'--- {index}\n{done.texts[row]}')
+      tokens += done.stats.new_tokens
+      batches.append(done)
+      bar.update(len(batch))
+  return batches
+
+
+def open_output(settings):
+  """The file of answers, if one is wanted. Raises ValueError if it holds answers of other settings."""
+  if _OUTPUT.value is None:
+    return None
+  rows = record.Rows(_OUTPUT.value)
+  for row in rows.done:
+    theirs = row.get('settings', {})
+    other = [f'{name} is {theirs.get(name)!r} there and {ours!r} here' for name, ours in settings.items()
+             if theirs.get(name) != ours]
+    if other:
+      raise ValueError(f'{_OUTPUT.value} holds answers of other settings ({"; ".join(other)}): choose another --output.')
+  return rows
+
+
+def plain_rate(prompts, options) -> float:
+  """Tokens a second of plain decoding of the same prompts."""
+  options = {**options, 'draft': None, 'draft_tokenizer': None, 'rule': cj.Exact(), 'stop': ()}
+  options['max_new_tokens'] = min(PLAIN_TOKENS, options['max_new_tokens'])
+  return cj.generate_text(prompts, **options).stats.tokens_per_second
+
+
+def table(stats, plain) -> str:
+  """The figures as aligned lines."""
+  times = stats.seconds
+  rate = f'{stats.tokens_per_second:.1f}' + (f'   (plain decoding: {plain:.1f})' if plain else '')
+  percent = lambda values: ' '.join(f'{100 * v:.0f}%' for v in values) or '-'
+  lines = [
+      ('new tokens', f'{stats.new_tokens}'),
+      ('tokens per verifier call', f'{stats.tokens_per_call:.2f}   ({stats.verifier_calls} calls)'),
+      ('accepted per call (AL)', f'{stats.accepted_len:.2f}'),
+      ('acceptance rate', f'{100 * stats.acceptance_rate:.0f}%   ({stats.accepted} of {stats.drafted} tested)'),
+      ('kept at position 1, 2, ...', percent(stats.position_rate)),
+      ('  of those tested there', percent(stats.position_rate_given_tested)),
+      ('time to first token', f'{times.first_token:.2f} s'),
+      ('decode tokens/s', rate),
+      ('compiling, apart', f'{times.compile:.1f} s'),
+  ]
+  return '\n'.join(f'  {name:28s}{value}' for name, value in lines)
+
+
+def remarks(stats, plain, options) -> list[str]:
+  """What a reader of the table should not overlook."""
+  notes = []
+  if options['draft'] is not None and not stats.drafted:
+    notes.append('The draft proposed nothing: this was plain decoding at the price of speculation.')
+  lossy = options['draft'] is not None and not type(options['rule']).lossless
+  if lossy:
+    notes.append(f'{options["rule"]} is lossy: these tokens do not follow the verifier\'s law.')
+  if lossy and options['sampling'].temperature <= 1e-5:
+    notes.append('At temperature 0 the verifier\'s law is one-hot, so a token is kept only if it is the verifier\'s '
+                 'choice: delta changes nothing.')
+  if plain and stats.tokens_per_second < plain:
+    notes.append(f'Speculation was slower here than plain decoding would have been: {stats.tokens_per_second:.1f} against '
+                 f'{plain:.1f} tokens/s. It pays when more drafts are accepted, or with a larger verifier.')
+  return notes
+
+
+def main():
+  """Answers the prompts of the flags."""
+  rule, sampling, prompts = common.rule(), common.sampling(), read_prompts()
+  settings = common.settings()
+  rows = open_output(settings)
+  print(f'{common.describe()}', flush=True)
+  target = cj.load_transformer(common.verifier_source())
+  draft, draft_tokenizer = common.draft(target)
+  options = dict(target=target, draft=draft, rule=rule, sampling=sampling, draft_tokenizer=draft_tokenizer,
+                 tokenizer=cj.load_tokenizer(common.verifier_source()), **common.text_options())
+
+  if len(prompts) == 1 and _PROMPTS_FILE.value is None:
+    done = stream_one(prompts[0], options)
+    batches = [done]
+    if rows and not rows.done:
+      rows.append(answer(0, prompts[0], done, 0, settings))
+  else:
+    batches = answer_many(prompts, rows, options, settings)
+  if not batches:
+    return
+  stats = metrics.merge([done.stats for done in batches])
+  plain = plain_rate(prompts[: _BATCH_SIZE.value], options) if _COMPARE.value and draft is not None else None
+  print(f'\n{table(stats, plain)}')
+  for note in remarks(stats, plain, options):
+    print(f'\n  Note: {note}')
+
+
+if __name__ == '__main__':
+  common.run(main)
