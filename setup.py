@@ -30,7 +30,7 @@ setuptools.setup(
   ],
   extras_require={
     'test': ['hypothesis', 'pytest>=8', 'pytest-xdist', 'scipy'],
-    'torch': ['torch==2.13.0'],  # only to compare with transformers' own models
+    'torch': ['accelerate', 'torch==2.13.0'],  # only to compare with transformers' own models
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda13]'],
   },

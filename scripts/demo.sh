@@ -9,7 +9,9 @@ and may replace the ones set here, for example:
   scripts/demo.sh "Why is the sky blue?" --rule=exact
   scripts/demo.sh --delta=0.25
 The first run builds .venv and downloads the model. PYTHON=... chooses the interpreter.'
-prompt='What causes the seasons on Earth?'
+prompt='Summarise this text in three bullet points: The honeybee colony lives in a hive. The queen lays up to two
+thousand eggs a day. The workers gather nectar, build the comb and guard the entrance. In autumn the drones are driven
+out, and the colony survives the winter on its store of honey.'
 
 case ${1--} in
   -h | --help) printf '%s\n' "$usage"; exit ;;

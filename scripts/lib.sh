@@ -93,7 +93,7 @@ install_torch() {
   case $(uname) in
     Darwin) pip "torch==$1" ;;
     *) pip "torch==$1+cpu" || pip "torch==$1" --index-url https://download.pytorch.org/whl/cpu ;;
-  esac || failed torch
+  esac && pip accelerate || failed torch  # transformers reads GGUF files only with accelerate
 }
 
 pip() { "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check "$@" >> "$LOG" 2>&1 < /dev/null; }

