@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from cactus_jax import sampling as sampling_lib
 from cactus_jax.drafts import DraftSource
-from cactus_jax.sampling import Draft, Role, SamplingParams, per_row, to_probs, uniforms
+from cactus_jax.sampling import Draft, Role, per_row, to_probs, uniforms
 from cactus_jax.verify import Verdict, verify
 
 # Prompts are read in pieces of this many tokens, which bounds the attention scores held at once.
@@ -145,7 +145,8 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
       length=length,
       limit=limit,
       done=full,
-      finish=jnp.where(full, jnp.where(length >= limit, Finish.LENGTH, Finish.CACHE_FULL), Finish.RUNNING),
+      finish=jnp.where(
+          full, jnp.where(length >= limit, Finish.LENGTH, Finish.CACHE_FULL), Finish.RUNNING).astype(jnp.int32),
       keys=keys,
       round=jnp.zeros(B, jnp.int32),
       target_cache=_read(target, prompt_BP, S),
@@ -232,7 +233,7 @@ def score(target, sampling, state, draft, config):
 
 
 def commit(state, draft, verdict, target_probs, logits_BTV, config):
-  """The state with this round's tokens: cut at the end of the text and at the row's limit; ended rows stay as they are."""
+  """The state with this round's tokens, cut at the end of a text and at a row's limit; ended rows stay as they are."""
   B, T = target_probs.shape[:2]
   K, S = T - 1, state.tokens.shape[1]
   slot_1T = jnp.arange(T)[None]

@@ -14,12 +14,15 @@ def kl(h, q):
 
 
 def relaxed_prob(q_x, delta):
-  """The most probability a law within delta of q may give to one token: gamma = min(1, q_x + sqrt(2 delta q_x (1 - q_x))).
+  """The most probability that a law within delta of q may give to one token.
 
-  This is the paper's closed form: KL to second order around q_x, and exactly the root for Pearson's chi-square with
-  limit 2 delta. The relaxed law then satisfies KL(h || q) <= ln(1 + 2 delta) at every q_x.
+  gamma = min(1, q_x + sqrt(2 delta q_x (1 - q_x))) is the paper's closed form: KL to second order around q_x, and
+  exactly the root for Pearson's chi-square with limit 2 delta. The law that gives x this much and scales the other
+  tokens down in proportion then satisfies KL(h || q) <= ln(1 + 2 delta) at every q_x.
 
-  Args: q_x f32[] probability of the token (a value that rounding has pushed beyond [0, 1] is clipped); delta f32[] >= 0, nats.
+  Args:
+    q_x: f32[], probability of the token; a value that rounding has pushed beyond [0, 1] is clipped.
+    delta: f32[] >= 0, nats.
   Returns: f32[] in [q_x, 1]; 0 if q_x is 0.
   Source: Hao and Mou (2026), arXiv 2604.04987, Corollary 5.
   """

@@ -81,9 +81,9 @@ class Exact:
 class Cactus:
   """Constrained acceptance: at each drafted token the most acceptance within delta nats of the verifier.
 
-  Given x, the law h with h_x = gamma and the other tokens scaled down in proportion maximises min(1, h_x / p_x) subject
-  to the divergence limit. delta = 0 is `Exact`; a large delta keeps every token that the verifier can emit. delta limits
-  the divergence of each h, which depends on x; it does not bound that of `output_law`.
+  Given x, the law h with h_x = gamma and the other tokens scaled down in proportion maximises min(1, h_x / p_x)
+  subject to the divergence limit. delta = 0 is `Exact`; a large delta keeps every token that the verifier can emit.
+  delta limits the divergence of each h, which depends on x; it does not bound that of `output_law`.
 
   Source: Hao and Mou (2026), arXiv 2604.04987, Theorem 2 and Corollary 5.
   """

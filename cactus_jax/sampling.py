@@ -35,17 +35,19 @@ def check_number(name, value, valid, need):
 
 
 def per_row(record, batch):
-  """The record with every leaf strongly typed, one value a row: a new value then never means a new program."""
+  """The record with every leaf f32[batch], strongly typed: a new value then never means a new program.
+
+  Raises ValueError for a leaf that is neither one number nor one for each row.
+  """
 
   def broadcast(leaf):
-    array = np.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf
-    dtype = jnp.int32 if jnp.issubdtype(array.dtype, jnp.integer) else jnp.float32
-    if array.ndim > 1 or (array.ndim == 1 and array.shape != (batch,)):
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if array.shape not in ((), (batch,)):
       raise ValueError(f'{type(record).__name__} holds a value of shape {array.shape}: need one number, or one for '
                        f'each of the {batch} rows.')
-    return jnp.broadcast_to(jnp.asarray(array, dtype), (batch,))
+    return jnp.broadcast_to(jnp.asarray(array, jnp.float32), (batch,))
 
-  return jax.tree.map(broadcast, record)
+  return jax.tree.map(broadcast, record, is_leaf=lambda leaf: isinstance(leaf, (list, tuple)))
 
 
 @flax.struct.dataclass
@@ -64,7 +66,8 @@ class SamplingParams:
   def __post_init__(self):
     finite = np.isfinite
     check_number('temperature', self.temperature, lambda x: finite(x) & (x >= 0), 'a finite number >= 0 (0 is greedy)')
-    check_number('top_k', self.top_k, lambda x: (x >= 0) & (x == np.floor(x)), 'a whole number >= 0 (0 keeps all tokens)')
+    whole = lambda x: (x >= 0) & (x == np.floor(x))
+    check_number('top_k', self.top_k, whole, 'a whole number >= 0 (0 keeps all tokens)')
     check_number('top_p', self.top_p, lambda x: (x > 0) & (x <= 1), 'a number in (0, 1] (1 keeps all tokens)')
     check_number('min_p', self.min_p, lambda x: (x >= 0) & (x <= 1), 'a number in [0, 1] (0 keeps all tokens)')
 
@@ -115,22 +118,22 @@ def _floor(weights_BTV, params):
   it is found bit by bit. Which of the two serves a position depends on that position alone.
   """
   V = weights_BTV.shape[-1]
-  top_k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, V), V)[:, None]
+  top_k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, V), V).astype(jnp.int32)[:, None]
   top_p = params.top_p[:, None]
   min_p = jnp.broadcast_to(params.min_p[:, None], weights_BTV.shape[:2])
 
   def from_head(_):
     head_BTH, _ = jax.lax.top_k(weights_BTV, min(HEAD, V))
     width = head_BTH.shape[-1]
-    rank = jnp.arange(width)[None, None]
-    mass_BTH = jnp.cumsum(jnp.where(rank < top_k[..., None], head_BTH, 0), axis=-1)
+    at = lambda rank: jnp.take_along_axis(head_BTH, jnp.clip(rank, 0, width - 1)[..., None], axis=-1)[..., 0]
+    kth = jnp.where(top_k <= width, at(jnp.broadcast_to(top_k - 1, min_p.shape)), 0)
+    mass_BTH = jnp.cumsum(jnp.where(head_BTH >= kth[..., None], head_BTH, 0), axis=-1)
     total = jnp.where(top_k <= width, mass_BTH[..., -1], jnp.sum(weights_BTV, axis=-1))
     short = jnp.sum(mass_BTH < (top_p * total)[..., None], axis=-1)  # tokens before the one that reaches p
-    last = jnp.minimum(jnp.where(top_p < 1, short, V), top_k - 1)
-    floor = jnp.take_along_axis(head_BTH, jnp.minimum(last, width - 1)[..., None], axis=-1)[..., 0]
-    unfiltered = (top_k >= V) & (top_p >= 1)
-    found = (top_k <= width) | ((top_k >= V) & (short < width)) | unfiltered
-    floor = jnp.where(unfiltered, 0, floor)
+    floor = jnp.where(top_p < 1, jnp.maximum(kth, at(short)), kth)
+    # top-p needs the mass that top-k has left: all of it in sight, with the ties of the k-th, or top-k off.
+    all_seen = (top_k <= width) & ((head_BTH[..., -1] < kth) | (kth <= 0) | (width == V))
+    found = jnp.where(top_p < 1, all_seen | ((top_k >= V) & (short < width)), (top_k <= width) | (top_k >= V))
     searched = jax.lax.cond(jnp.all(found), lambda _: floor, lambda _: _search_floor(weights_BTV, top_k, top_p), None)
     return jnp.where(found, floor, searched)
 

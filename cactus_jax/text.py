@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import jinja2
 import numpy as np
 
 from cactus_jax import decode, metrics
 from cactus_jax.decode import DecodeConfig, Finish
 from cactus_jax.rules import Exact
-from cactus_jax.sampling import SamplingParams
+from cactus_jax.sampling import SamplingParams, per_row
 
 # Rounds between two looks of the host when it must look for stop strings or report progress.
 ROUNDS_PER_LOOK = 8
@@ -32,7 +33,7 @@ class Completions:
   tokens: list[list[int]]  # new tokens, an end-of-sequence token included
   from_draft: list[list[bool]]  # whether each new token was drafted (else recovered or bonus)
   logprobs: list[list[float]]  # nats, each new token by the verifier's unfiltered law at temperature 1
-  finish_reasons: list[str]  # 'eos', 'length', 'cache_full', 'stop' or 'nan'
+  finish_reasons: list[str]  # 'eos', 'length', 'cache_full', 'stop' or 'nan'; 'running' amid a stream
   stats: metrics.Stats
   lossless: bool  # whether the tokens follow the verifier's own law
 
@@ -112,7 +113,7 @@ class TextStream:
 
   @property
   def completions(self) -> Completions:
-    """What has been decoded so far, with its figures."""
+    """What has been decoded so far, with its figures. Raises ValueError before the first piece."""
     return self._run.completions()
 
 
@@ -148,12 +149,24 @@ def encode(prompts, tokenizer, raw) -> list[list[int]]:
     elif raw:
       raise ValueError(f'prompt {i} is {type(prompt).__name__}: with raw=True every prompt is a string.')
     else:
-      turns = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
-      ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    if prompt == '' or not len(ids):
+      ids = _encode_turns(i, prompt, tokenizer)
+    if not prompt or not len(ids):
       raise ValueError(f'prompt {i} is empty: need at least one token to continue from.')
     rows.append(list(ids))
   return rows
+
+
+def _encode_turns(i, prompt, tokenizer):
+  turns = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
+  is_message = lambda turn: isinstance(turn, dict) and {'role', 'content'} <= turn.keys()
+  if not isinstance(turns, (list, tuple)) or not all(map(is_message, turns)):
+    raise ValueError(f'prompt {i} is {prompt!r}: need a string, or a list of messages with role and content.')
+  if not turns:
+    return []
+  try:
+    return tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
+  except jinja2.TemplateError as error:
+    raise ValueError(f'prompt {i} does not fit the chat template: {error}') from None
 
 
 def row_keys(seed, rows):
@@ -201,7 +214,7 @@ class _Run:
   def __init__(self, prompts, *, target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens, stop, seed, raw,
                draft_tokenizer):
     self._models = target, draft
-    self._tokenizer, self._rule, self._sampling = tokenizer, rule, sampling
+    self._tokenizer = tokenizer
     self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(s, str) and s for s in self.stop):
       raise ValueError(f'stop={stop!r}: need non-empty strings.')
@@ -233,29 +246,38 @@ class _Run:
     padded = np.zeros((len(rows), min(bucket(longest), self.config.capacity)), np.int32)
     for i, row in enumerate(rows):
       padded[i, : len(row)] = row
-    self._padded, self._limit = padded, self._prompt_length + max_new_tokens
+    # No row outgrows the context, so that is as good as any larger number, and never too large for an i32.
+    self._padded, self._limit = padded, self._prompt_length + min(max_new_tokens, context)
     self._keys = row_keys(seed, rows)
-
-    self._clock = metrics.CompileClock()
-    self._first_token = self._decode = 0.0
-    self._first_tokens = 0
-    self._stopped = {}  # row -> (number of its tokens up to the stop string, text before it)
+    self._rule, self._sampling = (per_row(record, len(rows)) for record in (rule, sampling))
+    self.state = None  # before the first round
 
   def rounds(self, max_rounds):
     """Decodes, yielding after the first round and then after every max_rounds of them (None: not before the end)."""
-    with self._clock.running():
-      start = time.perf_counter()
-      self.state = decode.prefill(*self._models, self._padded, self._prompt_length, self._keys, self._limit, self.config)
-      self._advance(1)
-      self._first_token = time.perf_counter() - start - self._clock.seconds
-      self._first_tokens = self.new_tokens
+    self._clock = metrics.CompileClock()
+    self._decode = 0.0
+    self._stopped = {}  # row -> (number of its tokens up to the stop string, text before it)
+    self._first_token = self._timed(self._first_round)
+    if self._clock.seconds:
+      # Programs were made, at a cost that JAX's own count does not cover in full; it must not pass for reading the
+      # prompt. Decoding is a pure function, so doing it again changes nothing but the figure.
+      self._first_token = self._timed(self._first_round)
+    self._first_tokens = self.new_tokens
     yield
     while not self._done.all():
-      with self._clock.running():
-        start, compiled = time.perf_counter(), self._clock.seconds
-        self._advance(max_rounds)
-        self._decode += time.perf_counter() - start - (self._clock.seconds - compiled)
+      self._decode += self._timed(lambda: self._advance(max_rounds))
       yield
+
+  def _timed(self, work):
+    """Seconds that work() takes, those of compiling left out."""
+    with self._clock.running():
+      start, compiled = time.perf_counter(), self._clock.seconds
+      work()
+      return time.perf_counter() - start - (self._clock.seconds - compiled)
+
+  def _first_round(self):
+    self.state = decode.prefill(*self._models, self._padded, self._prompt_length, self._keys, self._limit, self.config)
+    self._advance(1)
 
   def _advance(self, max_rounds):
     self.state = decode.generate(*self._models, self._rule, self._sampling, self.state, self.config, max_rounds)
@@ -272,7 +294,8 @@ class _Run:
     if self._stopped:
       stopped = np.isin(np.arange(len(self._prompt_length)), list(self._stopped))
       self._done = self._done | stopped
-      self.state = self.state.replace(done=jnp.asarray(self._done))
+      self.state = self.state.replace(
+          done=jnp.asarray(self._done), finish=jnp.where(stopped, np.int32(Finish.STOP), self.state.finish))
 
   def _row_tokens(self, row):
     return self._tokens[row, self._prompt_length[row] : self._length[row]].tolist()
@@ -291,6 +314,8 @@ class _Run:
 
   def completions(self):
     """The answers so far."""
+    if self.state is None:
+      raise ValueError('nothing is decoded yet: iterate over the stream first.')
     from_draft, logprobs, finish = jax.device_get((self.state.from_draft, self.state.logprobs, self.state.finish))
     texts, tokens, flags, nats, reasons = [], [], [], [], []
     for row, start in enumerate(self._prompt_length):
@@ -300,7 +325,7 @@ class _Run:
       tokens.append(new[:count])
       flags.append(from_draft[row, start : start + count].tolist())
       nats.append(logprobs[row, start : start + count].tolist())
-      reasons.append((Finish.STOP if row in self._stopped else Finish(finish[row])).name.lower())
+      reasons.append(Finish(finish[row]).name.lower())
     seconds = metrics.Seconds(self._clock.seconds, self._first_token, self._decode, self.new_tokens - self._first_tokens)
     return Completions(
         texts=texts,

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 import cactus_jax as cj
 from cactus_jax import metrics
+from cactus_jax.sampling import is_greedy
 
 _PROMPT = flags.DEFINE_string('prompt', None, 'The prompt. Without it and --prompts_file, standard input is read.')
 _PROMPTS_FILE = flags.DEFINE_string('prompts_file', None, 'JSONL file with one prompt a line.')
@@ -114,8 +115,8 @@ def answer_many(prompts, rows, options, settings) -> list[cj.Completions]:
   return batches
 
 
-def open_output(settings):
-  """The file of answers, if one is wanted. Raises ValueError if it holds answers of other settings."""
+def open_output(prompts, settings):
+  """The file of answers, if one is wanted. Raises ValueError if it has those of other settings or prompts."""
   if _OUTPUT.value is None:
     return None
   rows = record.Rows(_OUTPUT.value)
@@ -125,6 +126,10 @@ def open_output(settings):
              if theirs.get(name) != ours]
     if other:
       raise ValueError(f'{_OUTPUT.value} holds answers of other settings ({"; ".join(other)}): choose another --output.')
+    index = row.get('index')
+    if index not in range(len(prompts)) or row.get('prompt') != prompts[index]:
+      raise ValueError(f'{_OUTPUT.value} holds answers to other prompts (prompt {index} is not the same): choose '
+                       'another --output.')
   return rows
 
 
@@ -162,10 +167,10 @@ def remarks(stats, plain, options) -> list[str]:
   lossy = options['draft'] is not None and not type(options['rule']).lossless
   if lossy:
     notes.append(f'{options["rule"]} is lossy: these tokens do not follow the verifier\'s law.')
-  if lossy and options['sampling'].temperature <= 1e-5:
+  if lossy and is_greedy(options['sampling'].temperature):
     notes.append('At temperature 0 the verifier\'s law is one-hot, so a token is kept only if it is the verifier\'s '
                  'choice: delta changes nothing.')
-  if plain and stats.tokens_per_second < plain:
+  if plain and 0 < stats.tokens_per_second < plain:
     notes.append(f'Speculation was slower here than plain decoding would have been: {stats.tokens_per_second:.1f} against '
                  f'{plain:.1f} tokens/s. It pays when more drafts are accepted, or with a larger verifier.')
   return notes
@@ -175,7 +180,7 @@ def main():
   """Answers the prompts of the flags."""
   rule, sampling, prompts = common.rule(), common.sampling(), read_prompts()
   settings = common.settings()
-  rows = open_output(settings)
+  rows = open_output(prompts, settings)
   print(f'{common.describe()}', flush=True)
   target = cj.load_transformer(common.verifier_source())
   draft, draft_tokenizer = common.draft(target)

@@ -22,7 +22,7 @@ from lib import flags as common
 from lib import record
 
 import cactus_jax as cj
-from cactus_jax import decode, sampling, text, verify
+from cactus_jax import sampling, text, verify
 
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '8'], 'Batch sizes to measure.')
 _NEW_TOKENS = flags.DEFINE_integer('new_tokens', 64, 'New tokens a row; end-of-sequence tokens are ignored.')

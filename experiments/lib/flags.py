@@ -29,11 +29,21 @@ DEFAULT_CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expandu
 
 
 def run(main):
-  """Runs main(): a ValueError is the user's to mend and is printed as one line, exit code 2; ctrl-C exits with 130."""
+  """Runs main(): what the user has to mend is printed as one line, exit code 2; ctrl-C exits with 130."""
+
+  def refuse(error):
+    print(f'error: {error}', file=sys.stderr)
+    sys.exit(2)
+
+  def parse(argv):
+    try:
+      return FLAGS(argv)
+    except flags.Error as error:
+      refuse(error)
 
   def guarded(argv):
     if len(argv) > 1:
-      sys.exit(f'error: unexpected argument {argv[1]!r}; options are written --name=value.')
+      refuse(f'unexpected argument {argv[1]!r}; options are written --name=value.')
     logging.set_verbosity(logging.WARNING)
     if not jax.config.jax_compilation_cache_dir:
       jax.config.update('jax_compilation_cache_dir', DEFAULT_CACHE)
@@ -41,13 +51,12 @@ def run(main):
     try:
       main()
     except ValueError as error:
-      print(f'error: {error}', file=sys.stderr)
-      sys.exit(2)
+      refuse(error)
     except KeyboardInterrupt:
       print('\ninterrupted', file=sys.stderr)
       sys.exit(130)
 
-  app.run(guarded)
+  app.run(guarded, flags_parser=parse)
 
 
 def rule() -> cj.VerificationRule:
@@ -108,7 +117,7 @@ def settings() -> dict:
   """Everything that determines an answer, to be stored with it."""
   names = ['draft', 'rule', 'delta', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens', 'stop',
            'seed', 'raw']
-  return {'verifier': os.path.basename(verifier_source().rstrip('/')), **{name: getattr(FLAGS, name) for name in names}}
+  return {'verifier': FLAGS.verifier or os.path.basename(verifier_source()), **{name: getattr(FLAGS, name) for name in names}}
 
 
 def text_options() -> dict:

@@ -33,27 +33,31 @@ class Rows:
   """A JSONL file that grows a row at a time; what is in it when it is opened counts as done."""
 
   def __init__(self, path):
-    self._path = path
-    self._mend()
-    self.done = read_rows(path) if os.path.exists(path) else []
+    self.done = []
     try:
       self._file = open(path, 'a', encoding='utf-8')
+      if os.path.isfile(path):
+        _end_last_line(path)
+        self.done = read_rows(path)
     except OSError as error:
       raise ValueError(f'{path} cannot be written: {error}') from None
-
-  def _mend(self):
-    """Cuts a last line that was never finished: the row is computed again."""
-    if not os.path.isfile(self._path):
-      return
-    with open(self._path, 'rb+') as file:
-      content = file.read()
-      whole = content.rfind(b'\n') + 1
-      if whole < len(content):
-        print(f'{self._path}: the last line is incomplete and is dropped')
-        file.truncate(whole)
 
   def append(self, row):
     """Writes a row and sees it through to the disk."""
     self._file.write(json.dumps(row, ensure_ascii=False) + '\n')
     self._file.flush()
     os.fsync(self._file.fileno())
+
+
+def _end_last_line(path):
+  """Cuts a last row that was never finished, to be computed again; what does not begin as a row is left."""
+  with open(path, 'rb+') as file:
+    last = file.read().rpartition(b'\n')[2]
+    if not last.startswith(b'{'):
+      return
+    try:
+      json.loads(last)
+      file.write(b'\n')
+    except ValueError:
+      print(f'{path}: the last line is incomplete and is dropped')
+      file.truncate(file.tell() - len(last))
