@@ -123,7 +123,8 @@ def _floor(weights_BTV, params):
   min_p = jnp.broadcast_to(params.min_p[:, None], weights_BTV.shape[:2])
 
   def from_head(_):
-    head_BTH, _ = jax.lax.top_k(weights_BTV, min(HEAD, V))
+    # The barrier keeps XLA from merging the reads below into top_k, which on a CPU turns it back into a full sort.
+    head_BTH = jax.lax.optimization_barrier(jax.lax.top_k(weights_BTV, min(HEAD, V))[0])
     width = head_BTH.shape[-1]
     at = lambda rank: jnp.take_along_axis(head_BTH, jnp.clip(rank, 0, width - 1)[..., None], axis=-1)[..., 0]
     kth = jnp.where(top_k <= width, at(jnp.broadcast_to(top_k - 1, min_p.shape)), 0)

@@ -135,7 +135,7 @@ def check_tokenizers(tokenizer, draft_tokenizer):
 
 
 def encode(prompts, tokenizer, raw) -> list[list[int]]:
-  """Token ids of each prompt: a string as a user's turn of the chat template (or as it is if raw), or a conversation."""
+  """Token ids of each prompt: a conversation, or a string as a user's turn of one (if raw, as it is)."""
   if isinstance(prompts, str):
     raise ValueError('prompts is one string: pass a list of prompts, [prompt].')
   if not len(prompts):
@@ -326,7 +326,8 @@ class _Run:
       flags.append(from_draft[row, start : start + count].tolist())
       nats.append(logprobs[row, start : start + count].tolist())
       reasons.append(Finish(finish[row]).name.lower())
-    seconds = metrics.Seconds(self._clock.seconds, self._first_token, self._decode, self.new_tokens - self._first_tokens)
+    decoded = self.new_tokens - self._first_tokens
+    seconds = metrics.Seconds(self._clock.seconds, self._first_token, self._decode, decoded)
     return Completions(
         texts=texts,
         tokens=tokens,

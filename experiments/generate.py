@@ -56,7 +56,8 @@ def prompt_of(row):
   value = row[field]
   if isinstance(value, list) and value and isinstance(value[0], str):
     value = value[0]
-  messages = isinstance(value, list) and value and all(isinstance(m, dict) and {'role', 'content'} <= m.keys() for m in value)
+  is_message = lambda m: isinstance(m, dict) and {'role', 'content'} <= m.keys()
+  messages = isinstance(value, list) and value and all(map(is_message, value))
   if not messages and not (isinstance(value, str) and value):
     raise ValueError(f'{field} is {value!r}: need a non-empty string, a list of strings, or a list of messages with '
                      'role and content.')
@@ -125,7 +126,8 @@ def open_output(prompts, settings):
     other = [f'{name} is {theirs.get(name)!r} there and {ours!r} here' for name, ours in settings.items()
              if theirs.get(name) != ours]
     if other:
-      raise ValueError(f'{_OUTPUT.value} holds answers of other settings ({"; ".join(other)}): choose another --output.')
+      raise ValueError(f'{_OUTPUT.value} holds answers of other settings ({"; ".join(other)}): choose another '
+                       '--output.')
     index = row.get('index')
     if index not in range(len(prompts)) or row.get('prompt') != prompts[index]:
       raise ValueError(f'{_OUTPUT.value} holds answers to other prompts (prompt {index} is not the same): choose '
@@ -171,8 +173,8 @@ def remarks(stats, plain, options) -> list[str]:
     notes.append('At temperature 0 the verifier\'s law is one-hot, so a token is kept only if it is the verifier\'s '
                  'choice: delta changes nothing.')
   if plain and 0 < stats.tokens_per_second < plain:
-    notes.append(f'Speculation was slower here than plain decoding would have been: {stats.tokens_per_second:.1f} against '
-                 f'{plain:.1f} tokens/s. It pays when more drafts are accepted, or with a larger verifier.')
+    notes.append(f'Speculation was slower here than plain decoding would have been: {stats.tokens_per_second:.1f} '
+                 f'against {plain:.1f} tokens/s. It pays when more drafts are accepted, or with a larger verifier.')
   return notes
 
 

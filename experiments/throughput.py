@@ -31,6 +31,8 @@ _ARMS = flags.DEFINE_list(
     'arms', ['transformers', 'transformers_lookup', 'plain', 'lookup', 'early_exit:8'], 'What to compare.')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append the figures to.')
 
+STEPS = 8  # rounds or passes timed together, so that calling a compiled program is not counted as running it
+
 PROMPTS = [
     'Why is the sky blue?',
     'Write a short poem about the sea.',
@@ -39,7 +41,8 @@ PROMPTS = [
     'Translate into French: The weather is beautiful today.',
     'What is the difference between a virus and a bacterium?',
     'Give me a recipe for pancakes.',
-    'Repeat this sentence three times: The quick brown fox jumps over the lazy dog.',
+    'Summarise in one sentence: The honeybee colony lives in a hive. The queen lays up to two thousand eggs a day. The '
+    'workers gather nectar, build the comb and guard the entrance.',
 ]
 
 
@@ -58,43 +61,40 @@ def measure(arms, repeats):
 class Ours:
   """Decoding of a fixed number of tokens by this library, counting its rounds."""
 
-  def __init__(self, target, draft, rows):
-    self._models, self._rule = (target, draft), common.rule()
-    self._sampling = common.sampling()
-    longest = max(map(len, rows))
-    self._prompt = np.array([row + [0] * (longest - len(row)) for row in rows], np.int32)
-    self._length = np.array([len(row) for row in rows])
-    self._rows = rows
-    self.config = cj.DecodeConfig(num_draft=common.num_draft(), vocab_size=target.config.vocab_size,
-                                  max_length=text.bucket(longest + _NEW_TOKENS.value))
-    self.calls, self.accepted = 0, 0
+  def __init__(self, target, draft, batches):
+    self._models, self._rule, self._sampling = (target, draft), common.rule(), common.sampling()
+    self._batches = batches
+    self._width = text.bucket(max(len(row) for rows in batches for row in rows))
+    self._config = cj.DecodeConfig(num_draft=common.num_draft(), vocab_size=target.config.vocab_size,
+                                   max_length=text.bucket(self._width + _NEW_TOKENS.value))
+    self.calls = 0
 
-  def __call__(self, seed):
-    keys = cj.row_keys(seed, self._rows)
-    limit = self._length + _NEW_TOKENS.value
-    state = cj.prefill(*self._models, self._prompt, self._length, keys, limit, self.config)
-    state = jax.block_until_ready(cj.generate(*self._models, self._rule, self._sampling, state, self.config))
-    if seed:
+  def __call__(self, turn):
+    rows = self._batches[turn]
+    length = np.array([len(row) for row in rows])
+    prompt = np.array([row + [0] * (self._width - len(row)) for row in rows], np.int32)
+    state = cj.prefill(*self._models, prompt, length, cj.row_keys(turn, rows), length + _NEW_TOKENS.value, self._config)
+    state = jax.block_until_ready(cj.generate(*self._models, self._rule, self._sampling, state, self._config))
+    if turn:
       self.calls += int(state.round.sum())
-      self.accepted += int(state.stats.accepted.sum())
 
 
-def theirs(source, tokenizer, rows, lookup):
+def theirs(source, tokenizer, batches, lookup):
   """The same by transformers' `generate`, plain or assisted by prompt lookup."""
   import torch
 
-  model = _torch_model(source)
-  longest = max(map(len, rows))
-  ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows])
-  mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-  params = common.sampling()
+  model, params, pad = _torch_model(source), common.sampling(), tokenizer.pad_token_id
   options = dict(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
-                 min_new_tokens=_NEW_TOKENS.value, max_new_tokens=_NEW_TOKENS.value, pad_token_id=tokenizer.pad_token_id)
+                 min_new_tokens=_NEW_TOKENS.value, max_new_tokens=_NEW_TOKENS.value, pad_token_id=pad)
   if lookup:
     options['prompt_lookup_num_tokens'] = common.num_draft()
 
-  def run(seed):
-    torch.manual_seed(seed)
+  def run(turn):
+    rows = batches[turn]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    torch.manual_seed(turn)
     with torch.inference_mode():
       out = model.generate(ids, attention_mask=mask, **options)
     assert out.shape[1] == longest + _NEW_TOKENS.value, 'an arm that writes another number of tokens is no comparison'
@@ -114,49 +114,66 @@ def _torch_model(source):
   return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf).eval()
 
 
-def bandwidth(repeats):
-  """Bytes per second of reading a large array once: what any decoder of this machine is bound by."""
-  data = jnp.ones((64, 1024, 1024), jnp.float32)
-  read = jax.jit(jnp.sum)
-  return data.nbytes / measure({'read': lambda _: read(data).block_until_ready()}, repeats)['read']
-
-
 def pieces(target, batch, config, repeats):
-  """Seconds of the parts of a round: the forward pass of 1 and of K+1 tokens, and the laws made and used."""
-  K = config.num_draft
-  step = jax.jit(lambda model, tokens, positions, cache: model(tokens, positions, cache), donate_argnames='cache')
+  """Seconds of what a round is made of, and of reading memory, which bounds it.
+
+  Returns: read, of a gigabyte; forward_1 and forward_K+1, the bare forward pass; plain, a round of plain decoding;
+    laws, making the laws of K+1 positions and using them to accept and draw.
+  """
+  K, V = config.num_draft, config.vocab_size
+  data = jnp.ones((2**28,), jnp.float32)  # a gigabyte: no cache holds it
+  read = jax.jit(jnp.sum)
+
+  @functools.partial(jax.jit, donate_argnames='cache')
+  def passes(model, tokens, positions, cache):
+    one = lambda _, carry: model(tokens, positions, carry[1])
+    return jax.lax.fori_loop(0, STEPS, one, (jnp.zeros((*tokens.shape, model.config.vocab_size)), cache))
 
   def forward(width):
     tokens = jnp.ones((batch, width), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(width), (batch, width))
-    held = [jax.jit(target.init_cache, static_argnums=(0, 1))(batch, config.capacity)]
+    held = [None, jax.jit(target.init_cache, static_argnums=(0, 1))(batch, config.capacity)]
 
     def run(_):
-      logits, held[0] = step(target, tokens, positions, held[0])
-      logits.block_until_ready()
+      held[:] = jax.block_until_ready(passes(target, tokens, positions, held[1]))
+
+    return run
+
+  def plain():
+    prompt, length = jnp.ones((batch, 64), jnp.int32), jnp.full(batch, 64)
+    keys = jax.random.split(jax.random.key(0), batch)
+    held = [cj.prefill(target, None, prompt, length, keys, length + config.max_length, config)]
+
+    def run(_):
+      state = held[0].replace(length=jnp.full(batch, 64, jnp.int32))
+      held[0] = jax.block_until_ready(
+          cj.generate(target, None, cj.Exact(), common.sampling(), state, config, max_rounds=STEPS))
 
     return run
 
   @jax.jit
   def laws(logits_BTV, params, rule, drafted, keys):
-    target_probs = sampling.to_probs(logits_BTV, params)
-    return verify.verify(rule, drafted, target_probs, keys)
+    return verify.verify(rule, drafted, sampling.to_probs(logits_BTV, params), keys)
 
-  per_row = lambda record: sampling.per_row(record, batch)
-  logits = 3 * jax.random.normal(jax.random.key(0), (batch, K + 1, config.vocab_size))
+  logits = 3 * jax.random.normal(jax.random.key(0), (batch, K + 1, V))
   tokens = jnp.argmax(logits[:, :K], axis=-1).astype(jnp.int32)
-  drafted = cj.Draft(tokens=tokens, probs=jax.nn.one_hot(tokens, config.vocab_size), num_drafted=jnp.full(batch, K))
-  arguments = (logits, per_row(common.sampling()), per_row(common.rule()), drafted, jax.random.split(jax.random.key(1), batch))
-  return measure({
+  drafted = cj.Draft(tokens=tokens, probs=jax.nn.one_hot(tokens, V), num_drafted=jnp.full(batch, K))
+  params, rule = (sampling.per_row(record, batch) for record in (common.sampling(), common.rule()))
+  keys = jax.random.split(jax.random.key(1), batch)
+  seconds = measure({
+      'read': lambda _: read(data).block_until_ready(),
       'forward_1': forward(1),
       'forward_K+1': forward(K + 1),
-      'laws': lambda _: jax.block_until_ready(laws(*arguments)),
+      'plain': plain(),
+      'laws': lambda _: jax.block_until_ready(laws(logits, params, rule, drafted, keys)),
   }, repeats)
+  return {name: s / (STEPS if name in ('forward_1', 'forward_K+1', 'plain') else 1) for name, s in seconds.items()}
 
 
 def compare(batch, target, tokenizer, source):
   """One table: every arm at one batch size."""
-  rows = cj.encode([PROMPTS[i % len(PROMPTS)] for i in range(batch)], tokenizer, raw=False)
+  prompts = cj.encode(PROMPTS, tokenizer, raw=False)
+  batches = [[prompts[(turn * batch + i) % len(prompts)] for i in range(batch)] for turn in range(_REPEATS.value + 1)]
   arms = {}
   for name in _ARMS.value:
     if name.startswith('transformers'):
@@ -166,49 +183,53 @@ def compare(batch, target, tokenizer, source):
       if name.endswith('lookup') and batch > 1:
         print(f'{name}: left out, it decodes one row at a time only')
         continue
-      arms[name] = theirs(source, tokenizer, rows, name.endswith('lookup'))
+      arms[name] = theirs(source, tokenizer, batches, name.endswith('lookup'))
     else:
-      arms[name] = Ours(target, common.draft_named('none' if name == 'plain' else name, target)[0], rows)
+      draft, _ = common.draft_named('none' if name == 'plain' else name, target)
+      arms[name] = Ours(target, draft, batches)
   seconds = measure(arms, _REPEATS.value)
   base = seconds.get('transformers')
   figures = []
-  print(f'\nbatch {batch}, {_NEW_TOKENS.value} new tokens a row, medians of {_REPEATS.value}')
+  print(f'\nbatch {batch}, {_NEW_TOKENS.value} new tokens a row, medians of {_REPEATS.value} turns')
   print(f'  {"arm":22s}{"tokens/s":>10s}{"ms a token":>12s}{"x transformers":>16s}{"tokens a call":>15s}')
   for name, duration in seconds.items():
-    rate = batch * _NEW_TOKENS.value / duration
-    arm = arms[name]
-    per_call = _REPEATS.value * batch * _NEW_TOKENS.value / arm.calls if isinstance(arm, Ours) else None
-    figures.append({'batch': batch, 'arm': name, 'tokens_per_second': rate, 'tokens_per_call': per_call,
-                    'times_transformers': base / duration if base else None})
-    print(f'  {name:22s}{rate:10.1f}{1e3 * duration / _NEW_TOKENS.value:12.1f}'
-          f'{f"{base / duration:.2f}" if base else "-":>16s}{f"{per_call:.2f}" if per_call else "-":>15s}')
-  return figures, seconds.get('plain')
+    calls = getattr(arms[name], 'calls', None)
+    figure = {
+        'batch': batch,
+        'arm': name,
+        'tokens_per_second': batch * _NEW_TOKENS.value / duration,
+        'times_transformers': base and base / duration,
+        'tokens_per_call': calls and _REPEATS.value * batch * _NEW_TOKENS.value / calls,
+    }
+    figures.append(figure)
+    shown = [f'{x:.2f}' if x else '-' for x in (figure['times_transformers'], figure['tokens_per_call'])]
+    print(f'  {name:22s}{figure["tokens_per_second"]:10.1f}{1e3 * duration / _NEW_TOKENS.value:12.1f}'
+          f'{shown[0]:>16s}{shown[1]:>15s}', flush=True)
+  return figures
 
 
-def explain(batch, target, plain, repeats):
-  """Where the time of a round goes, against what the machine allows."""
+def explain(batch, target, repeats):
+  """Prints where the time of a round goes, against what the machine allows; returns the figures."""
   config = cj.DecodeConfig(num_draft=common.num_draft(), vocab_size=target.config.vocab_size,
                            max_length=text.bucket(64 + _NEW_TOKENS.value))
-  speed = bandwidth(repeats)
+  width = config.num_draft + 1
+  seconds = pieces(target, batch, config, repeats)
   weights = sum(x.nbytes for x in jax.tree.leaves(target.params))
-  parts = pieces(target, batch, config, 4 * repeats)
-  bound = weights / speed
-  figures = {'batch': batch, 'gb_per_second': speed / 1e9, 'weights_gb': weights / 1e9, 'bound_ms': 1e3 * bound,
-             **{f'{name}_ms': 1e3 * s for name, s in parts.items()},
-             'laws_share_of_round': parts['laws'] / (parts['forward_K+1'] + parts['laws'])}
-  print(f'\n  reading memory: {speed / 1e9:.1f} GB/s; weights: {weights / 1e9:.2f} GB; so a step takes at least '
-        f'{1e3 * bound:.1f} ms')
-  print(f'  bare forward, 1 token: {1e3 * parts["forward_1"]:.1f} ms, {100 * bound / parts["forward_1"]:.0f}% of the bound')
-  print(f'  bare forward, {config.num_draft + 1} tokens: {1e3 * parts["forward_K+1"]:.1f} ms, '
-        f'{parts["forward_K+1"] / parts["forward_1"]:.2f} times one')
-  print(f'  laws of {config.num_draft + 1} positions, acceptance and a draw: {1e3 * parts["laws"]:.2f} ms, '
-        f'{100 * figures["laws_share_of_round"]:.1f}% of a round')
-  if plain:
-    token = plain / _NEW_TOKENS.value
-    figures |= {'plain_ms': 1e3 * token, 'share_of_bound': bound / token, 'loop_overhead': token / parts['forward_1'] - 1}
-    print(f'  plain decoding: {1e3 * token:.1f} ms a token with its prompt, {100 * bound / token:.0f}% of the bound; over '
-          f'the bare forward: {100 * (token / parts["forward_1"] - 1):+.0f}%')
-  return figures
+  bound = seconds['read'] * weights / 2**30
+  verify_seconds = seconds['forward_K+1']
+  percent = lambda part, whole: f'{100 * part / whole:.0f}%'
+  lines = [
+      (f'reading {weights / 1e9:.2f} GB of weights', bound, f'at {2**30 / seconds["read"] / 1e9:.1f} GB/s: the bound'),
+      ('bare forward, 1 token', seconds['forward_1'], f'{percent(bound, seconds["forward_1"])} of the bound'),
+      (f'bare forward, {width} tokens', verify_seconds, f'{verify_seconds / seconds["forward_1"]:.2f} times one'),
+      ('round of plain decoding', seconds['plain'], f'{percent(bound, seconds["plain"])} of the bound, '
+       f'{percent(seconds["plain"] - seconds["forward_1"], seconds["forward_1"])} over the bare forward'),
+      (f'laws of {width} positions', seconds['laws'], f'{percent(seconds["laws"], verify_seconds)} of that forward'),
+  ]
+  print()
+  for what, duration, remark in lines:
+    print(f'  {what:28s}{1e3 * duration:8.2f} ms   {remark}', flush=True)
+  return {'batch': batch, 'bound_ms': 1e3 * bound, **{f'{name}_ms': 1e3 * s for name, s in seconds.items()}}
 
 
 def main():
@@ -216,10 +237,11 @@ def main():
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   source = common.verifier_source()
   target, tokenizer = cj.load_transformer(source), cj.load_tokenizer(source)
-  print(f'{common.describe()}; {jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}')
+  machine = f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
+  print(f'{common.describe()}; {machine}', flush=True)
   for batch in map(int, _BATCH_SIZES.value):
-    figures, plain = compare(batch, target, tokenizer, source)
-    figures.append(explain(batch, target, plain, _REPEATS.value))
+    figures = compare(batch, target, tokenizer, source)
+    figures.append(explain(batch, target, 2 * _REPEATS.value))
     for figure in figures if rows else ():
       rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, **figure})
 

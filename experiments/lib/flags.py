@@ -10,7 +10,7 @@ from absl import app, flags, logging
 import cactus_jax as cj
 from cactus_jax import rules
 
-flags.DEFINE_string('verifier', None, 'Folder, hub id or .gguf file of the verifier; by default the packaged SmolLM2-135M-Instruct.')
+flags.DEFINE_string('verifier', None, 'Folder, hub id or .gguf file; by default the packaged SmolLM2-135M-Instruct.')
 flags.DEFINE_string('draft', 'lookup', 'Draft: a folder, hub id or .gguf file, "lookup", "early_exit:N" or "none".')
 flags.DEFINE_enum('rule', 'exact', sorted(rules.RULES), 'Verification rule; only "exact" leaves the law unchanged.')
 flags.DEFINE_float('delta', None, 'Divergence limit of --rule=cactus, nats a drafted token.')
@@ -108,16 +108,18 @@ def draft_named(name, target):
 
 def describe() -> str:
   """One line that says what is about to run."""
-  numbers = ''.join(f', {field.name}={getattr(FLAGS, field.name)}' for field in dataclasses.fields(rules.RULES[FLAGS.rule]))
+  fields = dataclasses.fields(rules.RULES[FLAGS.rule])
+  numbers = ''.join(f', {field.name}={getattr(FLAGS, field.name)}' for field in fields)
   drafting = 'no draft' if FLAGS.draft == 'none' else f'draft {FLAGS.draft}, {FLAGS.num_draft} tokens a round'
-  return f'verifier {os.path.basename(verifier_source().rstrip("/"))}; {drafting}; rule {FLAGS.rule}{numbers}'
+  return f'verifier {settings()["verifier"]}; {drafting}; rule {FLAGS.rule}{numbers}'
 
 
 def settings() -> dict:
   """Everything that determines an answer, to be stored with it."""
   names = ['draft', 'rule', 'delta', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens', 'stop',
            'seed', 'raw']
-  return {'verifier': FLAGS.verifier or os.path.basename(verifier_source()), **{name: getattr(FLAGS, name) for name in names}}
+  verifier = FLAGS.verifier or os.path.basename(verifier_source())
+  return {'verifier': verifier} | {name: getattr(FLAGS, name) for name in names}
 
 
 def text_options() -> dict:
