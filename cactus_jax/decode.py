@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cactus_jax import sampling as sampling_lib
 from cactus_jax.drafts import DraftSource
@@ -131,6 +132,8 @@ def prefill(target, draft, prompt_BP, length, keys, limit, config) -> DecodeStat
   if prompt_BP.shape[1] > config.capacity:
     raise ValueError(f'prompts are padded to {prompt_BP.shape[1]} tokens, the buffers hold {config.capacity}: raise '
                      'max_length or pad less.')
+  if not isinstance(length, jax.core.Tracer) and not np.all((np.asarray(length) >= 1) & (length <= prompt_BP.shape[1])):
+    raise ValueError(f'length={length}: each prompt needs at least 1 token and has at most {prompt_BP.shape[1]}.')
   as_int = lambda x: jnp.asarray(x, jnp.int32)
   return _prefill(target, draft, as_int(prompt_BP), as_int(length), keys, as_int(limit), config)
 
@@ -195,7 +198,7 @@ def propose(draft, sampling, state, keys, config):
   logits_BTV, cache = draft(jnp.take_along_axis(state.tokens, last_two_B2, axis=1), last_two_B2, state.draft_cache)
 
   def draw(logits_BTV, uniform_B):
-    probs_BV = _law(logits_BTV[:, -1:], sampling, config)[:, 0]
+    probs_BV = to_probs(_cut(logits_BTV[:, -1:], config), sampling)[:, 0]
     return sampling_lib.sample(probs_BV, uniform_B), probs_BV
 
   def next_slot(carry, slot_uniform):
@@ -215,8 +218,12 @@ def propose(draft, sampling, state, keys, config):
   ), cache
 
 
-def _law(logits_BTV, sampling, config):
-  return to_probs(logits_BTV[..., : config.vocab_size], sampling)
+def _cut(logits_BTV, config):
+  """The logits of tokens that may be emitted, without the padding of the embedding."""
+  if logits_BTV.shape[-1] < config.vocab_size:
+    raise ValueError(f'a model gives {logits_BTV.shape[-1]} logits, config.vocab_size is {config.vocab_size}: draft '
+                     'and verifier must know every token that may be emitted.')
+  return logits_BTV[..., : config.vocab_size]
 
 
 def score(target, sampling, state, draft, config):
@@ -228,8 +235,8 @@ def score(target, sampling, state, draft, config):
   tokens_BT = jnp.concatenate([jnp.take_along_axis(state.tokens, last_B1, axis=1), draft.tokens], axis=1)
   positions_BT = last_B1 + jnp.arange(tokens_BT.shape[1])[None]
   logits_BTV, cache = target(tokens_BT, positions_BT, state.target_cache)
-  logits_BTV = logits_BTV[..., : config.vocab_size]
-  return _law(logits_BTV, sampling, config), logits_BTV, cache
+  logits_BTV = _cut(logits_BTV, config)
+  return to_probs(logits_BTV, sampling), logits_BTV, cache
 
 
 def commit(state, draft, verdict, target_probs, logits_BTV, config):
@@ -244,8 +251,10 @@ def commit(state, draft, verdict, target_probs, logits_BTV, config):
   is_eos_BT = functools.reduce(jnp.logical_or, [block_BT == eos for eos in config.eos_ids], jnp.zeros((B, T), bool))
   upto_eos_B = jnp.where(jnp.any(is_eos_BT, axis=1), jnp.argmax(is_eos_BT, axis=1) + 1, T + 1)
   room_B = jnp.minimum(state.limit, config.max_length) - state.length
-  # A law of NaN is NaN throughout, so one column tells; such a round commits nothing and ends its row.
-  broken_B = jnp.any(jnp.isnan(target_probs[..., 0]), axis=1) | jnp.any(jnp.isnan(draft.probs[..., 0]), axis=1)
+  # A law of NaN is NaN throughout, so one column tells. It accepts nothing, so it counts if verification got to it;
+  # then the round commits nothing and ends its row.
+  nan_BT = jnp.isnan(target_probs[..., 0]) | jnp.pad(jnp.isnan(draft.probs[..., 0]), ((0, 0), (0, 1)))
+  broken_B = jnp.any(nan_BT & (slot_1T <= accepted_B1), axis=1)
   live_B = ~state.done & ~broken_B
   count_B = jnp.where(live_B, jnp.minimum(jnp.minimum(verdict.num_accepted + 1, upto_eos_B), room_B), 0)
   length_B = state.length + count_B
@@ -278,6 +287,7 @@ def commit(state, draft, verdict, target_probs, logits_BTV, config):
   )
 
 
+@functools.partial(jax.jit, static_argnames='config')
 def decode_step(target, draft, rule, sampling, state, config) -> tuple[DecodeState, StepInfo]:
   """One round of every row: propose, score, verify, commit.
 

@@ -35,7 +35,7 @@ class VerificationRule(Protocol):
 
 
 def _ratio(h_x, p_x):
-  """min(1, h_x / p_x), and 0 where h_x is; with no division unless 0 <= h_x < p_x."""
+  """min(1, h_x / p_x), and 0 where h_x is; nothing but h_x < p_x is ever divided."""
   kept = h_x >= p_x
   return jnp.where(kept & (h_x > 0), 1.0, h_x / jnp.where(kept, 1.0, p_x))
 

@@ -29,8 +29,11 @@ def check_number(name, value, valid, need):
     return
   if isinstance(value, jax.core.Tracer):
     return
-  numbers = np.asarray(value)
-  if not np.issubdtype(numbers.dtype, np.number) or not np.all(valid(numbers)):
+  try:
+    numbers = np.asarray(value).astype(np.float64)
+  except (TypeError, ValueError):
+    raise ValueError(f'{name}={value!r}: need {need}.') from None
+  if not np.all(valid(numbers)):
     raise ValueError(f'{name}={value}: need {need}.')
 
 
@@ -96,19 +99,20 @@ def to_probs(logits_BTV, params):
     or nothing but -inf) its law is NaN throughout, for greedy rows too.
   """
   logits = logits_BTV.astype(jnp.float32)
-  peak = jnp.max(logits, axis=-1, keepdims=True)
-  peak = jnp.where(jnp.isfinite(peak), peak, jnp.nan)
+  # Comparisons, since XLA's maximum on a CPU passes over NaN.
+  usable = jnp.all(logits < jnp.inf, axis=-1, keepdims=True) & jnp.any(logits > -jnp.inf, axis=-1, keepdims=True)
+  logits = jnp.where(usable, logits, 0.0)
   greedy = is_greedy(params.temperature)[:, None, None]
   temperature = jnp.where(greedy, 1.0, params.temperature[:, None, None])
-  weights = jnp.exp((logits - peak) / temperature)  # in [0, 1], and exactly 1 at the peak
-  weights = jnp.where(weights >= _floor(weights, params)[..., None], weights, weights * 0)
+  weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)  # in [0, 1], 1 at the peak
+  weights = jnp.where(weights >= _floor(weights, params)[..., None], weights, 0.0)
   probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
   def with_greedy_rows(probs):
-    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    return jnp.where(greedy, best + peak * 0, probs)
+    return jnp.where(greedy, jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32), probs)
 
-  return jax.lax.cond(jnp.any(greedy), with_greedy_rows, lambda probs: probs, probs)
+  probs = jax.lax.cond(jnp.any(greedy), with_greedy_rows, lambda probs: probs, probs)
+  return jnp.where(usable, probs, jnp.nan)
 
 
 def _floor(weights_BTV, params):
@@ -127,6 +131,7 @@ def _floor(weights_BTV, params):
     head_BTH = jax.lax.optimization_barrier(jax.lax.top_k(weights_BTV, min(HEAD, V))[0])
     width = head_BTH.shape[-1]
     at = lambda rank: jnp.take_along_axis(head_BTH, jnp.clip(rank, 0, width - 1)[..., None], axis=-1)[..., 0]
+    # The k-th largest; what it ties with is kept too, and counts when top-p looks at what top-k has left.
     kth = jnp.where(top_k <= width, at(jnp.broadcast_to(top_k - 1, min_p.shape)), 0)
     mass_BTH = jnp.cumsum(jnp.where(head_BTH >= kth[..., None], head_BTH, 0), axis=-1)
     total = jnp.where(top_k <= width, mass_BTH[..., -1], jnp.sum(weights_BTV, axis=-1))
@@ -160,14 +165,16 @@ def _search_floor(weights_BTV, top_k, top_p):
   kept_BTV = jnp.where(above(kth), weights_BTV, 0)
   mass = lambda floor: jnp.sum(jnp.where(above(floor), kept_BTV, 0), axis=-1)
   nucleus = largest(lambda floor: mass(floor) >= top_p * jnp.sum(kept_BTV, axis=-1))
-  return jnp.where(top_p < 1, jnp.maximum(kth, nucleus), kth)
+  # The peak always survives, even a top_p so small that its product with the mass rounds to 0.
+  return jnp.where(top_p < 1, jnp.maximum(kth, jnp.minimum(nucleus, 1.0)), kth)
 
 
 def sample(probs_BV, uniform_B):
   """One token a row by inversion of the cumulative law: a single uniform a draw.
 
   Two levels, so that the vocabulary is read once: the block of tokens that the uniform falls into, then the token
-  inside it. A token of probability 0 is never drawn, whatever the rounding of the sums.
+  inside it. A token of probability 0 is never drawn, whatever the rounding of the sums. The uniform has 2^23 values:
+  that is how finely a law can be followed.
 
   Args: probs_BV f32[B, V], each row a law; uniform_B f32[B] in [0, 1). Returns: i32[B].
   """

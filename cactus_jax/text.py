@@ -18,6 +18,7 @@ import numpy as np
 
 from cactus_jax import decode, metrics
 from cactus_jax.decode import DecodeConfig, Finish
+from cactus_jax.drafts import DraftSource
 from cactus_jax.rules import Exact
 from cactus_jax.sampling import SamplingParams, per_row
 
@@ -138,28 +139,34 @@ def encode(prompts, tokenizer, raw) -> list[list[int]]:
   """Token ids of each prompt: a conversation, or a string as a user's turn of one (if raw, as it is)."""
   if isinstance(prompts, str):
     raise ValueError('prompts is one string: pass a list of prompts, [prompt].')
-  if not len(prompts):
+  prompts = list(prompts)
+  if not prompts:
     raise ValueError('prompts is empty: pass at least one prompt.')
   if not raw and not tokenizer.chat_template:
     raise ValueError('this tokenizer has no chat template: pass raw=True to take the prompts as plain text.')
   rows = []
   for i, prompt in enumerate(prompts):
-    if isinstance(prompt, str) and raw:
-      ids = tokenizer(prompt)['input_ids']
-    elif raw:
+    if raw and not isinstance(prompt, str):
       raise ValueError(f'prompt {i} is {type(prompt).__name__}: with raw=True every prompt is a string.')
-    else:
-      ids = _encode_turns(i, prompt, tokenizer)
+    try:
+      ids = tokenizer(prompt)['input_ids'] if raw else _encode_turns(i, prompt, tokenizer)
+    except TypeError as error:
+      raise ValueError(f'prompt {i} is no text that can be tokenised ({error}).') from None
     if not prompt or not len(ids):
       raise ValueError(f'prompt {i} is empty: need at least one token to continue from.')
     rows.append(list(ids))
   return rows
 
 
+def is_conversation(value) -> bool:
+  """Whether it is a list of messages, each with role and content."""
+  is_message = lambda turn: isinstance(turn, dict) and {'role', 'content'} <= turn.keys()
+  return isinstance(value, (list, tuple)) and all(map(is_message, value))
+
+
 def _encode_turns(i, prompt, tokenizer):
   turns = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
-  is_message = lambda turn: isinstance(turn, dict) and {'role', 'content'} <= turn.keys()
-  if not isinstance(turns, (list, tuple)) or not all(map(is_message, turns)):
+  if not is_conversation(turns):
     raise ValueError(f'prompt {i} is {prompt!r}: need a string, or a list of messages with role and content.')
   if not turns:
     return []
@@ -170,13 +177,14 @@ def _encode_turns(i, prompt, tokenizer):
 
 
 def row_keys(seed, rows):
-  """key[B]: of each row its seed and its prompt, so that equal seeds do not give different prompts the same draws."""
-  seeds = [seed] * len(rows) if isinstance(seed, (int, np.integer)) else list(seed)
-  if len(seeds) != len(rows):
-    raise ValueError(f'seed holds {len(seeds)} seeds: need one, or one for each of the {len(rows)} prompts.')
+  """key[B]: of each row its seed (modulo 2^32) and its prompt, so that one seed gives different prompts other draws."""
+  seeds = np.asarray(seed)
+  if not np.issubdtype(seeds.dtype, np.integer) or seeds.shape not in ((), (len(rows),)):
+    raise ValueError(f'seed={seed!r}: need a whole number, or one for each of the {len(rows)} prompts.')
+  seeds = np.broadcast_to(seeds, len(rows)) % 2**32
   prompts = [zlib.crc32(np.asarray(row, np.int32).tobytes()) for row in rows]
   make = jax.vmap(lambda seed, prompt: jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), prompt))
-  return make(jnp.asarray([s % 2**32 for s in seeds], jnp.uint32), jnp.asarray(prompts, jnp.uint32))
+  return make(jnp.asarray(seeds, jnp.uint32), jnp.asarray(prompts, jnp.uint32))
 
 
 def bucket(length):
@@ -208,16 +216,39 @@ def _settled_length(text, stops):
   return settled - max(begins, default=0)
 
 
+def _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens):
+  """Raises ValueError for an argument that is no such thing, before it fails somewhere inside."""
+  is_model = lambda model: hasattr(model, 'init_cache') and hasattr(model, 'config')
+  is_object_with = lambda value, name: hasattr(value, name) and not isinstance(value, type)
+  is_count = lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+  for name, value, valid, need in (
+      ('target', target, is_model(target), 'a model, as from load_transformer'),
+      ('draft', draft, draft is None or isinstance(draft, DraftSource) or is_model(draft),
+       'a model, a DraftSource such as PromptLookup(), or None'),
+      ('tokenizer', tokenizer, hasattr(tokenizer, 'apply_chat_template'), 'a tokenizer, as from load_tokenizer'),
+      ('rule', rule, is_object_with(rule, 'accept_prob'), 'a verification rule, such as Exact() or Cactus(delta=1.0)'),
+      ('sampling', sampling, isinstance(sampling, SamplingParams), 'SamplingParams(...)'),
+      ('num_draft', num_draft, is_count(num_draft), 'a whole number'),
+      ('max_new_tokens', max_new_tokens, is_count(max_new_tokens), 'a whole number'),
+  ):
+    if not valid:
+      raise ValueError(f'{name}={value!r:.60}: need {need}.')
+
+
 class _Run:
   """One batch on its way from prompts to text: the state on device, and what the host knows of it."""
 
   def __init__(self, prompts, *, target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens, stop, seed, raw,
                draft_tokenizer):
+    _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens)
     self._models = target, draft
     self._tokenizer = tokenizer
-    self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    self.stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(s, str) and s for s in self.stop):
       raise ValueError(f'stop={stop!r}: need non-empty strings.')
+    for special in set(self.stop) & set(tokenizer.all_special_tokens):
+      raise ValueError(f'stop={special!r} is a special token, which never shows in a text: those that end one already '
+                       'end a row.')
     if max_new_tokens < 1:
       raise ValueError(f'max_new_tokens={max_new_tokens}: need at least 1.')
     if draft_tokenizer is not None:
@@ -225,6 +256,8 @@ class _Run:
 
     models = [('verifier', target)] + ([('draft', draft)] if hasattr(draft, 'config') else [])
     context = min(model.config.max_length for _, model in models)
+    if num_draft > context:
+      raise ValueError(f'num_draft={num_draft}: a round cannot draft more than the context of {context} tokens holds.')
     vocab_size = len(tokenizer)
     for name, model in models:
       if model.config.vocab_size < vocab_size:
@@ -276,6 +309,7 @@ class _Run:
       return time.perf_counter() - start - (self._clock.seconds - compiled)
 
   def _first_round(self):
+    self.state = None  # lets go of the caches of an earlier reading before there are others
     self.state = decode.prefill(*self._models, self._padded, self._prompt_length, self._keys, self._limit, self.config)
     self._advance(1)
 

@@ -17,7 +17,7 @@ from lib import record
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
-from cactus_jax import metrics
+from cactus_jax import metrics, text
 from cactus_jax.sampling import is_greedy
 
 _PROMPT = flags.DEFINE_string('prompt', None, 'The prompt. Without it and --prompts_file, standard input is read.')
@@ -56,9 +56,7 @@ def prompt_of(row):
   value = row[field]
   if isinstance(value, list) and value and isinstance(value[0], str):
     value = value[0]
-  is_message = lambda m: isinstance(m, dict) and {'role', 'content'} <= m.keys()
-  messages = isinstance(value, list) and value and all(map(is_message, value))
-  if not messages and not (isinstance(value, str) and value):
+  if not value or not (isinstance(value, str) or text.is_conversation(value)):
     raise ValueError(f'{field} is {value!r}: need a non-empty string, a list of strings, or a list of messages with '
                      'role and content.')
   return value
@@ -83,6 +81,7 @@ def stream_one(prompt, options) -> cj.Completions:
   """Prints the answer as it is written."""
   stream = cj.stream_text(prompt, **options)
   for piece in stream:
+    common.stop_if_interrupted()
     print(piece, end='', flush=True)
   print()
   return stream.completions
@@ -101,6 +100,7 @@ def answer_many(prompts, rows, options, settings) -> list[cj.Completions]:
       batch = todo[start : start + _BATCH_SIZE.value]
 
       def show(new_tokens, before=tokens):
+        common.stop_if_interrupted()
         rate = (before + new_tokens) / max(bar.format_dict['elapsed'], 1e-9)
         bar.set_postfix_str(f'{before + new_tokens} tokens, {rate:.1f} tokens/s')
 
@@ -122,7 +122,9 @@ def open_output(prompts, settings):
     return None
   rows = record.Rows(_OUTPUT.value)
   for row in rows.done:
-    theirs = row.get('settings', {})
+    theirs = row.get('settings')
+    if not isinstance(theirs, dict):
+      raise ValueError(f'{_OUTPUT.value} holds rows that are no answers: choose another --output.')
     other = [f'{name} is {theirs.get(name)!r} there and {ours!r} here' for name, ours in settings.items()
              if theirs.get(name) != ours]
     if other:
@@ -166,7 +168,10 @@ def remarks(stats, plain, options) -> list[str]:
   notes = []
   if options['draft'] is not None and not stats.drafted:
     notes.append('The draft proposed nothing: this was plain decoding at the price of speculation.')
-  lossy = options['draft'] is not None and not type(options['rule']).lossless
+  lossy = not type(options['rule']).lossless
+  if lossy and options['draft'] is None:
+    notes.append('Without a draft there is nothing to accept or reject: this was plain decoding, whatever the rule.')
+    return notes
   if lossy:
     notes.append(f'{options["rule"]} is lossy: these tokens do not follow the verifier\'s law.')
   if lossy and is_greedy(options['sampling'].temperature):
@@ -174,7 +179,8 @@ def remarks(stats, plain, options) -> list[str]:
                  'choice: delta changes nothing.')
   if plain and 0 < stats.tokens_per_second < plain:
     notes.append(f'Speculation was slower here than plain decoding would have been: {stats.tokens_per_second:.1f} '
-                 f'against {plain:.1f} tokens/s. It pays when more drafts are accepted, or with a larger verifier.')
+                 f'against {plain:.1f} tokens/s, timed on {PLAIN_TOKENS} tokens a row. It pays when more drafts are '
+                 'accepted, or with a larger verifier.')
   return notes
 
 
@@ -183,6 +189,9 @@ def main():
   rule, sampling, prompts = common.rule(), common.sampling(), read_prompts()
   settings = common.settings()
   rows = open_output(prompts, settings)
+  if rows and len(rows.done) == len(prompts):
+    print(f'{len(prompts)} of {len(prompts)} prompts are answered already in {_OUTPUT.value}')
+    return
   print(f'{common.describe()}', flush=True)
   target = cj.load_transformer(common.verifier_source())
   draft, draft_tokenizer = common.draft(target)
@@ -192,12 +201,10 @@ def main():
   if len(prompts) == 1 and _PROMPTS_FILE.value is None:
     done = stream_one(prompts[0], options)
     batches = [done]
-    if rows and not rows.done:
+    if rows:
       rows.append(answer(0, prompts[0], done, 0, settings))
   else:
     batches = answer_many(prompts, rows, options, settings)
-  if not batches:
-    return
   stats = metrics.merge([done.stats for done in batches])
   plain = plain_rate(prompts[: _BATCH_SIZE.value], options) if _COMPARE.value and draft is not None else None
   print(f'\n{table(stats, plain)}')

@@ -23,6 +23,11 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 set_up_package
 set_up_model
 
+case " $*" in
+  *' --rule'* | *' -rule'*) ;;  # the user's rule comes with its own numbers
+  *) set -- --rule=cactus --delta=1 "$@" ;;
+esac
+
 say "Prompt: $prompt"
-say 'The first run compiles for about a minute; later runs start in seconds.'
-exec "$VENV/bin/python" "$ROOT/experiments/generate.py" --prompt="$prompt" --rule=cactus --delta=1 "$@"
+[ -n "$(ls -A "$JAX_COMPILATION_CACHE_DIR" 2> /dev/null)" ] || say 'The first run compiles, for up to a minute.'
+exec "$VENV/bin/python" "$ROOT/experiments/generate.py" --prompt="$prompt" "$@"

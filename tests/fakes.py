@@ -1,4 +1,4 @@
-"""Models whose law is known, so that what the decoder emits can be compared with it exactly, and helpers to run them."""
+"""Models whose law is known, so that what the decoder emits can be compared with it, and helpers to run them."""
 
 import dataclasses
 
@@ -88,7 +88,7 @@ class Broken:
 
 
 def start(target, draft, *, prompts, max_new, config, seed=0, rows=None, width=None, fill=0):
-  """The state after prefill. Row i has the key of `rows[i]` (its own number, if None) and prompts are padded to width."""
+  """The state after prefill. Row i has the key of `rows[i]` (default: its own number); prompts are padded to width."""
   length = np.array([len(prompt) for prompt in prompts], np.int32)
   width = max(length) if width is None else width
   prompt_BP = np.array([list(prompt) + [fill] * (width - len(prompt)) for prompt in prompts], np.int32)

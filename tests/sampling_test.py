@@ -177,6 +177,26 @@ def test_logits_that_are_no_law_give_nan_throughout_and_only_there(temperature, 
   np.testing.assert_allclose(law[[0, 5]].sum(axis=-1), 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+@pytest.mark.parametrize('batch', [1, 6])
+def test_one_nan_in_a_whole_vocabulary_is_seen(temperature, batch):
+  """XLA's maximum over a long axis passes over NaN on a CPU, so a law must not rely on it."""
+  logits = np.random.default_rng(0).normal(size=(batch, 2, 49_152)).astype(np.float32)
+  logits[0, 1, 12_345] = np.nan
+  law = np.array(law_of(logits, per_row(SamplingParams(temperature=temperature), batch)))
+  assert np.all(np.isnan(law[0, 1]))
+  law[0, 1] = 0
+  assert np.all(np.isfinite(law))
+  masked = jax.jit(lambda x, params: to_probs(jnp.where(x > 100, x, jnp.nan), params))  # fused with what made the NaN
+  assert np.all(np.isnan(masked(logits, per_row(SamplingParams(temperature=temperature), batch))))
+
+
+@pytest.mark.parametrize('filters', [{'top_k': 80}, {}], ids=str)
+def test_the_smallest_top_p_keeps_the_peak(filters):
+  law = laws_of(np.stack([np.linspace(0, 5, 100), np.zeros(100)]), top_p=1e-40, **filters)
+  np.testing.assert_allclose(law, [np.eye(100)[99], np.full(100, 0.01)], atol=1e-6)
+
+
 def test_rows_do_not_depend_on_their_mates():
   """Bit-equal in any order and beside rows that need the search; alone, up to the order of a sum."""
   rng = np.random.default_rng(0)

@@ -751,7 +751,11 @@ def message_cases():
     ),
     'seeds': (
       dict(prompts=['a', 'b'], seed=[1, 2, 3]),
-      'seed holds 3 seeds: need one, or one for each of the 2 prompts.',
+      'seed=[1, 2, 3]: need a whole number, or one for each of the 2 prompts.',
+    ),
+    'a seed that is no whole number': (
+      dict(prompts=['a', 'b'], seed=[0.5, 0.7]),
+      'seed=[0.5, 0.7]: need a whole number, or one for each of the 2 prompts.',
     ),
     'values': (
       dict(sampling=cj.SamplingParams(temperature=np.ones(2))),

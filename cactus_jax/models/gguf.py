@@ -85,7 +85,7 @@ def load_tokenizer(path):
 
   Raises ValueError for a tokenizer that is not implemented.
   """
-  import transformers  # takes a second, which loading weights should not pay
+  transformers = weights.import_transformers()
 
   fields = _open(pathlib.Path(path).expanduser()).fields
   kind = {key: _token_value(fields, key) for key in ('model', 'pre', 'add_bos_token', 'add_eos_token')}

@@ -51,7 +51,7 @@ def load(source, *, dtype=None) -> tuple[Params, ModelConfig]:
 
 def load_tokenizer(source):
   """The tokenizer of a checkpoint folder or hub id; raises ValueError if there is none."""
-  import transformers  # takes a second, which loading weights should not pay
+  transformers = weights.import_transformers()
 
   folder = fetch(source, TOKENIZER_FILES)
   try:
@@ -71,7 +71,8 @@ def fetch(source, patterns):
   except Exception as error:  # no common base: HTTP, offline mode, no such repository, malformed id
     raise ValueError(
         f'{source}: neither a folder here nor a model that could be had from the Hugging Face hub '
-        f'({type(error).__name__}: {error}); pass a local folder, or check name and connection.') from error
+        f'({type(error).__name__}: {str(error).splitlines()[0]}); pass a local folder, or check name and connection.'
+    ) from error
 
 
 def read_config(folder) -> ModelConfig:

@@ -49,7 +49,7 @@ def attention(q_BTGRH, k_BGSH, v_BGSH, positions_BT):
   """Causal attention of T new tokens over a cache of S slots; slot s holds the key of absolute position s.
 
   The mask on absolute positions is the whole rule of validity: a slot beyond the query's own position is never
-  seen, whatever it holds, so moving a row's length back is a complete rollback. R query heads share a key head.
+  seen, whatever number it holds, so moving a row's length back is a complete rollback. R query heads share a key head.
 
   Returns: [B, T, G*R*H].
   """

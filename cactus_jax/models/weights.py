@@ -5,6 +5,8 @@ of our weights, with '{}' for the number of the layer. Formats store a matrix as
 value apart.
 """
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +105,16 @@ def _check(expected, stored, names, source):
     if names['head'] in problems['missing']:
       advice += ', and set tie_word_embeddings if the embedding is the head'
     raise ValueError(f'{source}: weights {found}; {advice}.')
+
+
+def import_transformers():
+  """transformers, for its tokenizers: late, since importing it takes a second, and without its advice to get torch."""
+  logging.disable(logging.WARNING)
+  try:
+    import transformers
+  finally:
+    logging.disable(logging.NOTSET)
+  return transformers
 
 
 def listed(names, most=8):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import sys
 
 import jax
@@ -13,7 +14,9 @@ from cactus_jax import rules
 flags.DEFINE_string('verifier', None, 'Folder, hub id or .gguf file; by default the packaged SmolLM2-135M-Instruct.')
 flags.DEFINE_string('draft', 'lookup', 'Draft: a folder, hub id or .gguf file, "lookup", "early_exit:N" or "none".')
 flags.DEFINE_enum('rule', 'exact', sorted(rules.RULES), 'Verification rule; only "exact" leaves the law unchanged.')
-flags.DEFINE_float('delta', None, 'Divergence limit of --rule=cactus, nats a drafted token.')
+RULE_NUMBERS = {field.name: name for name, rule in rules.RULES.items() for field in dataclasses.fields(rule)}
+for number, owner in RULE_NUMBERS.items():
+  flags.DEFINE_float(number, None, f'The {number} of --rule={owner}; see {rules.RULES[owner].__name__} in rules.py.')
 flags.DEFINE_integer('num_draft', 4, 'Tokens drafted a round.')
 flags.DEFINE_float('temperature', 0.6, 'Sampling temperature; 0 is greedy.')
 flags.DEFINE_integer('top_k', 20, 'Sample among the k likeliest tokens; 0: among all.')
@@ -25,6 +28,7 @@ flags.DEFINE_integer('seed', 0, 'Seed of all draws.')
 flags.DEFINE_boolean('raw', False, 'Take prompts as plain text instead of as a turn in the chat template.')
 
 FLAGS = flags.FLAGS
+_interrupts = []
 DEFAULT_CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'cactus_jax', 'jax')
 
 
@@ -45,6 +49,7 @@ def run(main):
     if len(argv) > 1:
       refuse(f'unexpected argument {argv[1]!r}; options are written --name=value.')
     logging.set_verbosity(logging.WARNING)
+    signal.signal(signal.SIGINT, _interrupt)
     if not jax.config.jax_compilation_cache_dir:
       jax.config.update('jax_compilation_cache_dir', DEFAULT_CACHE)
       jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
@@ -55,15 +60,29 @@ def run(main):
     except KeyboardInterrupt:
       print('\ninterrupted', file=sys.stderr)
       sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has gone
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      sys.exit(1)
 
   app.run(guarded, flags_parser=parse)
+
+
+def _interrupt(*_):
+  _interrupts.append(True)
+  raise KeyboardInterrupt
+
+
+def stop_if_interrupted():
+  """Ends a run whose ctrl-C was lost, as one is that arrives while JAX collects garbage; for long loops."""
+  if _interrupts:
+    raise KeyboardInterrupt
 
 
 def rule() -> cj.VerificationRule:
   """The rule of --rule with its numbers from the flags of the same names."""
   cls = rules.RULES[FLAGS.rule]
   own = {field.name for field in dataclasses.fields(cls)}
-  for name in {f.name for c in rules.RULES.values() for f in dataclasses.fields(c)} - own:
+  for name in RULE_NUMBERS.keys() - own:
     if FLAGS[name].present:
       raise ValueError(f'--{name} means nothing to --rule={FLAGS.rule}: drop it, or choose the rule it belongs to.')
   for name in own:
@@ -116,8 +135,8 @@ def describe() -> str:
 
 def settings() -> dict:
   """Everything that determines an answer, to be stored with it."""
-  names = ['draft', 'rule', 'delta', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens', 'stop',
-           'seed', 'raw']
+  names = ['draft', 'rule', *RULE_NUMBERS, 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens',
+           'stop', 'seed', 'raw']
   verifier = FLAGS.verifier or os.path.basename(verifier_source())
   return {'verifier': verifier} | {name: getattr(FLAGS, name) for name in names}
 

@@ -4,60 +4,73 @@ import json
 import os
 
 
-def read_rows(path, check=None) -> list[dict]:
+def read_rows(path, check=None, tail=0) -> list[dict]:
   """The JSON objects of a JSONL file; blank lines are skipped.
 
-  Args: check, called with each row, may raise ValueError.
+  Args:
+    check: called with each row, may raise ValueError.
+    tail: bytes at the end of the file that are left out.
   Raises: ValueError naming the file and line.
   """
-  rows = []
   try:
-    with open(path, encoding='utf-8') as lines:
-      for number, line in enumerate(lines, 1):
-        if line.strip():
-          try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-              raise ValueError(f'need a JSON object, got {type(row).__name__}')
-            if check:
-              check(row)
-          except ValueError as error:
-            raise ValueError(f'{path}, line {number}: {error}') from None
-          rows.append(row)
+    with open(path, 'rb') as file:
+      content = file.read()
+    text = content[: len(content) - tail].decode('utf-8-sig')
   except (OSError, UnicodeDecodeError) as error:
     raise ValueError(f'{path} cannot be read: {error}') from None
+  rows = []
+  for number, line in enumerate(text.split('\n'), 1):
+    if line.strip():
+      try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+          raise ValueError(f'need a JSON object, got {type(row).__name__}')
+        if check:
+          check(row)
+      except ValueError as error:
+        raise ValueError(f'{path}, line {number}: {error}') from None
+      rows.append(row)
   return rows
 
 
 class Rows:
-  """A JSONL file that grows a row at a time; what is in it when it is opened counts as done."""
+  """A JSONL file that grows a row at a time; what is in it when it is opened counts as done.
+
+  Nothing is changed before the first row is appended, so a caller may still find that this is not its file.
+  """
 
   def __init__(self, path):
-    self.done = []
+    self.done, self._unfinished, self._separator = [], 0, b''
     try:
-      self._file = open(path, 'a', encoding='utf-8')
+      self._file = open(path, 'ab')
       if os.path.isfile(path):
-        _end_last_line(path)
-        self.done = read_rows(path)
+        self._unfinished, self._separator = _last_line(path)
+        self.done = read_rows(path, tail=self._unfinished)
     except OSError as error:
       raise ValueError(f'{path} cannot be written: {error}') from None
 
   def append(self, row):
     """Writes a row and sees it through to the disk."""
-    self._file.write(json.dumps(row, ensure_ascii=False) + '\n')
-    self._file.flush()
-    os.fsync(self._file.fileno())
-
-
-def _end_last_line(path):
-  """Cuts a last row that was never finished, to be computed again; what does not begin as a row is left."""
-  with open(path, 'rb+') as file:
-    last = file.read().rpartition(b'\n')[2]
-    if not last.startswith(b'{'):
-      return
     try:
-      json.loads(last)
-      file.write(b'\n')
-    except ValueError:
-      print(f'{path}: the last line is incomplete and is dropped')
-      file.truncate(file.tell() - len(last))
+      if self._unfinished:
+        print(f'{self._file.name}: the last line is incomplete and is dropped')
+        self._file.truncate(self._file.seek(0, os.SEEK_END) - self._unfinished)
+      self._file.write(self._separator + json.dumps(row, ensure_ascii=False).encode() + b'\n')
+      self._unfinished, self._separator = 0, b''
+      self._file.flush()
+      os.fsync(self._file.fileno())
+    except OSError as error:
+      raise ValueError(f'{self._file.name} cannot be written: {error}; the rows before this one are safe.') from None
+
+
+def _last_line(path):
+  """How a file without a newline at its end goes on: (bytes of an unfinished row, to be cut; what to write first)."""
+  with open(path, 'rb') as file:
+    last = file.read().rpartition(b'\n')[2]
+  if not last:
+    return 0, b''
+  try:
+    json.loads(last)
+  except ValueError:
+    return (len(last), b'') if last.startswith(b'{') else (0, b'\n')
+  return 0, b'\n'
