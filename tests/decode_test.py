@@ -608,6 +608,31 @@ def test_configurations_that_make_no_sense_are_refused(change, message):
     DecodeConfig(**(dict(num_draft=2, max_length=20, vocab_size=5) | change))
 
 
+@pytest.mark.parametrize('draft', [None, DRAFT, PromptLookup()])
+def test_a_model_with_too_few_tokens_is_refused(draft):
+  config = DecodeConfig(num_draft=2, max_length=20, vocab_size=V + 1)
+  state = fakes.start(TARGET, draft, prompts=[[1, 2]], max_new=3, config=config)
+  with pytest.raises(ValueError, match=f'a model gives {V} logits, config.vocab_size is {V + 1}: draft and verifier'):
+    decode.generate(TARGET, draft, Exact(), SamplingParams(), state, config)
+
+
+def test_a_prompt_without_tokens_is_refused():
+  with pytest.raises(ValueError, match='each prompt needs at least 1 token and has at most 3'):
+    fakes.start(TARGET, None, prompts=[[1, 2, 3], []], max_new=3, config=CONFIG)
+
+
+def test_a_bad_law_behind_the_rejection_is_never_reached():
+  """A verifier that fails on what a draft wrongly proposed does not end the row: it would not have been asked."""
+  lost = jnp.arange(V) == 7  # the model fails after token 7, which only the draft ever writes
+  sure = lambda token: 100.0 * jax.nn.one_hot(token, V)
+  target = fakes.MarkovLM(jnp.where(lost[None, :, None], jnp.nan, jnp.broadcast_to(sure(3), (V, V, V))))
+  draft = fakes.MarkovLM(jnp.broadcast_to(sure(7), (V, V, V)))
+  state = fakes.run(target, draft, prompts=[[1], [2, 3]], max_new=5, config=CONFIG)
+  np.testing.assert_array_equal(state.finish, Finish.LENGTH)
+  assert fakes.texts(state) == [[1, 3, 3, 3, 3, 3], [2, 3, 3, 3, 3, 3, 3]]
+  assert not state.from_draft.any()
+
+
 def test_a_prompt_wider_than_the_buffers_is_refused():
   with pytest.raises(
     ValueError, match='prompts are padded to 215 tokens, the buffers hold 214: raise max_length or pad less'

@@ -744,6 +744,21 @@ def message_cases():
     'empty stop': (dict(stop=['a', '']), "stop=['a', '']: need non-empty strings."),
     'empty stop string': (dict(stop=''), "stop='': need non-empty strings."),
     'stop of numbers': (dict(stop=[3]), 'stop=[3]: need non-empty strings.'),
+    'a special token as a stop': (dict(stop='<|user|>'), "stop='<|user|>' is a special token"),
+    'a draft by name': (dict(draft='lookup'), "draft='lookup': need a model, a DraftSource such as PromptLookup()"),
+    'a class as draft': (dict(draft=cj.PromptLookup), 'need a model, a DraftSource such as PromptLookup(), or None'),
+    'a rule by name': (dict(rule='cactus'), "rule='cactus': need a verification rule, such as Exact()"),
+    'a class as rule': (dict(rule=cj.Exact), 'need a verification rule, such as Exact()'),
+    'sampling as a dict': (dict(sampling={'top_k': 5}), "sampling={'top_k': 5}: need SamplingParams(...)"),
+    'no target': (dict(target=None), 'target=None: need a model, as from load_transformer'),
+    'a path as tokenizer': (dict(tokenizer='x'), "tokenizer='x': need a tokenizer, as from load_tokenizer"),
+    'half a token': (dict(max_new_tokens=2.5), 'max_new_tokens=2.5: need a whole number'),
+    'half a draft': (dict(num_draft=1.5), 'num_draft=1.5: need a whole number'),
+    'a draft beyond the context': (
+      dict(num_draft=10**6),
+      'num_draft=1000000: a round cannot draft more than the context of',
+    ),
+    'half a character': (dict(prompts=['\ud800 hi']), 'prompt 0 is no text that can be tokenised'),
     'no draft tokens': (
       dict(num_draft=0),
       'num_draft=0: speculative decoding needs at least 1 drafted token a round; use '
