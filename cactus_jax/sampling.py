@@ -127,6 +127,7 @@ def _floor(weights_BTV, params):
   min_p = jnp.broadcast_to(params.min_p[:, None], weights_BTV.shape[:2])
 
   def from_head(_):
+    """The floor where it is among the largest weights; the search runs only if it is not for some position."""
     # The barrier keeps XLA from merging the reads below into top_k, which on a CPU turns it back into a full sort.
     head_BTH = jax.lax.optimization_barrier(jax.lax.top_k(weights_BTV, min(HEAD, V))[0])
     width = head_BTH.shape[-1]

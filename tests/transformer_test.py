@@ -38,7 +38,7 @@ def uncached(model, tokens_BT):
   return call(model, tokens_BT, positions_from([0] * B, T), model.init_cache(B, T))[0]
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
   np.testing.assert_allclose(actual, expected, atol=ATOL, rtol=0)
 
 
@@ -52,7 +52,7 @@ def test_logits_are_worth_comparing(model):
 def test_untied_head(model):
   head = 2 * model.params.embed
   untied = Transformer(model.params.replace(head=head), dataclasses.replace(CONFIG, tie_embeddings=False))
-  close(uncached(untied, TOKENS), 2 * uncached(model, TOKENS))
+  assert_close(uncached(untied, TOKENS), 2 * uncached(model, TOKENS))
 
 
 @pytest.mark.parametrize('steps', [[10] + [1] * 14, [1] * 24, [7, 4, 1, 5, 7]])
@@ -63,7 +63,7 @@ def test_cached_equals_uncached(model, steps):
     logits, cache = call(model, tokens, positions_from([done] * 3, num), cache)
     parts.append(logits)
     done += num
-  close(jnp.concatenate(parts, axis=1), uncached(model, TOKENS))
+  assert_close(jnp.concatenate(parts, axis=1), uncached(model, TOKENS))
 
 
 def test_rows_at_different_positions(model):
@@ -76,7 +76,7 @@ def test_rows_at_different_positions(model):
     rows = np.arange(3)[:, None]
     where = positions_from(lengths, num)
     logits, cache = call(model, TOKENS[rows, where], where, cache)
-    close(logits, expected[rows, where])
+    assert_close(logits, expected[rows, where])
     lengths = lengths + num
 
 
@@ -86,20 +86,20 @@ def test_rollback(model):
   _, cache = call(model, TOKENS[:, :10], positions_from([0] * 3, 10), model.init_cache(3, LENGTH))
   _, cache = call(model, (TOKENS[:, 10:16] + 1) % 50, positions_from([10] * 3, 6), cache)
   logits, cache = call(model, TOKENS[:, 10:13], positions_from([10] * 3, 3), cache)
-  close(logits, expected[:, 10:13])
+  assert_close(logits, expected[:, 10:13])
   logits, _ = call(model, TOKENS[:, 13:14], positions_from([13] * 3, 1), cache)
-  close(logits, expected[:, 13:14])
+  assert_close(logits, expected[:, 13:14])
 
 
 def test_padding_and_capacity_change_nothing(model):
   expected = uncached(model, TOKENS[:, :8])
   padded = jnp.pad(TOKENS[:, :8], ((0, 0), (0, 9)), constant_values=7)
   logits, _ = call(model, padded, positions_from([0] * 3, 17), model.init_cache(3, 40))
-  close(logits[:, :8], expected)
+  assert_close(logits[:, :8], expected)
 
 
 def test_a_row_does_not_depend_on_its_batch(model):
-  close(uncached(model, TOKENS[1:2]), uncached(model, TOKENS)[1:2])
+  assert_close(uncached(model, TOKENS[1:2]), uncached(model, TOKENS)[1:2])
 
 
 def test_causal(model):
@@ -125,7 +125,7 @@ def test_only_relative_positions_matter():
   angles = layers.rope_angles(places, 8, 1000.0)
   turn = lambda x: layers.rope(jnp.tile(x, (1, 4, 1, 1, 1)), *angles)[0, :, 0, 0]
   scores = turn(query) @ turn(key).T
-  close(scores[0, 1], scores[2, 3])
+  assert_close(scores[0, 1], scores[2, 3])
   assert abs(float(scores[0, 1] - scores[0, 2])) > 1e-2
 
 
@@ -136,7 +136,7 @@ def test_writes_beyond_the_end_are_dropped(model):
   for before, after in zip(cache.k + cache.v, full.k + full.v):
     np.testing.assert_array_equal(after[:, :, :10], before[:, :, :10])
   logits, again = call(model, TOKENS[:, 11:12], positions_from([11] * 3, 1), full)
-  close(logits, expected[:, 11:12])
+  assert_close(logits, expected[:, 11:12])
   _, beyond = call(model, TOKENS[:, :3], positions_from([12, 50, 13], 3), again)
   for before, after in zip(again.k + again.v, beyond.k + beyond.v):
     np.testing.assert_array_equal(after, before)
