@@ -124,7 +124,7 @@ def prefill(target, draft, prompt_BP, length, keys, limit, config) -> DecodeStat
 
   Args:
     target: LanguageModel. draft: LanguageModel, `DraftSource` or None.
-    prompt_BP: i32[B, P], right-padded with anything, P <= config.capacity.
+    prompt_BP: i32[B, P], right-padded with any token, P <= config.capacity.
     length: i32[B] in 1..P, tokens of each prompt.
     keys: key[B], the source of all randomness of each row.
     limit: i32[B], length at which a row stops: prompt plus new tokens.
@@ -163,12 +163,17 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
 def _read(model, prompt_BP, capacity):
   """The model's cache after the prompt. Padding is read too: what it writes is garbage beyond the row's length."""
   B, P = prompt_BP.shape
+  pieces, cut = P // PREFILL_CHUNK, P - P % PREFILL_CHUNK
   cache = model.init_cache(B, capacity)
-  for start in range(0, P, PREFILL_CHUNK):
-    tokens_BT = prompt_BP[:, start : start + PREFILL_CHUNK]
+
+  def read(cache, start, tokens_BT):
     positions_BT = jnp.broadcast_to(start + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    _, cache = model(tokens_BT, positions_BT, cache)  # unused logits are never computed
-  return cache
+    return model(tokens_BT, positions_BT, cache)[1]  # unused logits are never computed
+
+  if pieces:
+    starts, tokens = jnp.arange(0, cut, PREFILL_CHUNK), prompt_BP[:, :cut].reshape(B, pieces, -1).swapaxes(0, 1)
+    cache, _ = jax.lax.scan(lambda cache, piece: (read(cache, *piece), None), cache, (starts, tokens))
+  return read(cache, cut, prompt_BP[:, cut:]) if cut < P else cache
 
 
 def _is_model(draft):
