@@ -160,11 +160,14 @@ def test_a_draft_brings_its_tokenizer(cli, loaded):
 # A file of prompts.
 
 
+def batch_command(prompts_file, output):
+  """Flags of a run over a file that takes several batches and whose draws matter."""
+  return f'--prompts_file={prompts_file}', f'--output={output}', '--batch_size=2', '--temperature=5', *SHORT
+
+
 def test_prompts_are_answered_in_batches(cli, prompts_file, tmp_path):
   output = str(tmp_path / 'out.jsonl')
-  code, out, _ = cli(
-    f'--prompts_file={prompts_file}', f'--output={output}', '--batch_size=2', '--temperature=5', *SHORT
-  )
+  code, out, _ = cli(*batch_command(prompts_file, output))
   assert code == 0 and 'tokens per verifier call' in out
   rows = lines(output)
   assert [(row['index'], row['prompt']) for row in rows] == list(enumerate(['ab', 'cd', 'ef', 'gh', 'ij']))
@@ -186,13 +189,7 @@ def test_answers_are_shown_where_no_output_is_given(cli, prompts_file):
 
 def test_a_run_goes_on_where_it_was_interrupted(cli, prompts_file, tmp_path):
   output = tmp_path / 'out.jsonl'
-  command = (
-    f'--prompts_file={prompts_file}',
-    f'--output={output}',
-    '--batch_size=2',
-    '--temperature=5',
-    *SHORT,
-  )
+  command = batch_command(prompts_file, output)
   assert cli(*command)[0] == 0
   whole = output.read_bytes()
 
@@ -218,22 +215,14 @@ def test_an_interrupt_leaves_what_is_done(cli, prompts_file, tmp_path, monkeypat
     return answer(*args, **options)
 
   monkeypatch.setattr(cj, 'generate_text', interrupted)
-  code, _, err = cli(
-    f'--prompts_file={prompts_file}', f'--output={output}', '--batch_size=2', '--temperature=5', *SHORT
-  )
+  code, _, err = cli(*batch_command(prompts_file, output))
   assert code == 130 and 'interrupted' in err and 'Traceback' not in err
   assert [row['index'] for row in lines(output)] == [0, 1, 2, 3]
 
 
 def test_an_output_of_other_settings_or_prompts_is_refused(cli, prompts_file, tmp_path):
   output = tmp_path / 'out.jsonl'
-  command = (
-    f'--prompts_file={prompts_file}',
-    f'--output={output}',
-    '--batch_size=2',
-    '--temperature=5',
-    *SHORT,
-  )
+  command = batch_command(prompts_file, output)
   assert cli(*command)[0] == 0
   whole = output.read_bytes()
   code, _, err = cli(*command, '--seed=3', '--stop=x')
