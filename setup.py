@@ -29,7 +29,8 @@ setuptools.setup(
     'transformers>=5',
   ],
   extras_require={
-    'test': ['hypothesis', 'pytest>=8', 'pytest-xdist', 'scipy'],
+    'test': ['hypothesis', 'matplotlib', 'pytest>=8', 'pytest-xdist', 'scipy'],
+    'plot': ['matplotlib'],
     'torch': ['accelerate', 'torch==2.13.0'],  # only to compare with transformers' own models
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda13]'],

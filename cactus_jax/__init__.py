@@ -9,9 +9,44 @@ Dimension letters, as in logits_BTV:
 
 from cactus_jax.decode import DecodeConfig, DecodeState, Finish, LanguageModel, StepInfo, decode_step, generate, prefill
 from cactus_jax.drafts import DraftSource, PromptLookup
+from cactus_jax.ledger import Budget, Ledger
 from cactus_jax.models.config import ModelConfig
 from cactus_jax.models.load import default_model_path, load_tokenizer, load_transformer
 from cactus_jax.models.transformer import Transformer
-from cactus_jax.rules import Cactus, Exact, VerificationRule
+from cactus_jax.records import record_class, static
+from cactus_jax.rules import (
+    OPT,
+    RULES,
+    Cactus,
+    CactusExact,
+    Checked,
+    Chow,
+    Clamp,
+    Diff,
+    Exact,
+    Interpolation,
+    Lenience,
+    LogitMargin,
+    Mentored,
+    Static,
+    TargetRule,
+    Threshold,
+    TokenV1,
+    TokenV2,
+    TokenV3,
+    TopK,
+    Typical,
+    VerificationRule,
+)
 from cactus_jax.sampling import Draft, SamplingParams
-from cactus_jax.text import Completions, TextStream, check_tokenizers, encode, generate_text, row_keys, stream_text
+from cactus_jax.text import (
+    Completions,
+    TextStream,
+    calibrate,
+    check_tokenizers,
+    encode,
+    generate_text,
+    record_rounds,
+    row_keys,
+    stream_text,
+)

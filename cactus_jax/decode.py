@@ -17,10 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cactus_jax import ledger as ledger_lib
 from cactus_jax import sampling as sampling_lib
 from cactus_jax.drafts import DraftSource
-from cactus_jax.sampling import Draft, Role, per_row, to_probs, uniforms
-from cactus_jax.verify import Verdict, verify
+from cactus_jax.ledger import Budget, Ledger
+from cactus_jax.records import per_row
+from cactus_jax.sampling import Draft, Role, to_probs, uniforms
+from cactus_jax.verify import Verdict, check_block_rule, verify, verify_block
 
 # Prompts are read in pieces of this many tokens, which bounds the attention scores held at once.
 PREFILL_CHUNK = 512
@@ -60,6 +63,8 @@ class DecodeConfig:
   vocab_size: int  # V, tokens that may be emitted; logits beyond it pad the embedding and are cut off
   eos_ids: tuple[int, ...] = ()
   pad_id: int = 0
+  ledger: bool = False  # whether to account for what the rule spends
+  block_verification: bool = False  # whether prefixes are judged as a whole; for rules with a fixed target
 
   def __post_init__(self):
     if self.num_draft < 1:
@@ -107,6 +112,7 @@ class DecodeState:
   draft_cache: Any
   from_draft: jax.Array  # bool[B, S] whether a drafted token was kept there
   logprobs: jax.Array  # f32[B, S] log-probability of each new token, nats, by the verifier's unfiltered law at T = 1
+  ledger: Ledger | None
   stats: DecodeStats
 
 
@@ -156,6 +162,7 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
       draft_cache=_read(draft, prompt_BP, S) if _is_model(draft) else None,
       from_draft=jnp.zeros((B, S), bool),
       logprobs=jnp.zeros((B, S), jnp.float32),
+      ledger=ledger_lib.empty(B, S) if config.ledger else None,
       stats=DecodeStats(accepted=jnp.zeros((B, K), jnp.int32), tested=jnp.zeros((B, K), jnp.int32)),
   )
 
@@ -244,8 +251,11 @@ def score(target, sampling, state, draft, config):
   return to_probs(logits_BTV, sampling), logits_BTV, cache
 
 
-def commit(state, draft, verdict, target_probs, logits_BTV, config):
-  """The state with this round's tokens, cut at the end of a text and at a row's limit; ended rows stay as they are."""
+def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
+  """The state with this round's tokens, cut at the end of a text and at a row's limit; ended rows stay as they are.
+
+  keep_books: makes the ledger after this round from that before it and `ledger.record`'s last three arguments.
+  """
   B, T = target_probs.shape[:2]
   K, S = T - 1, state.tokens.shape[1]
   slot_1T = jnp.arange(T)[None]
@@ -256,8 +266,8 @@ def commit(state, draft, verdict, target_probs, logits_BTV, config):
   is_eos_BT = functools.reduce(jnp.logical_or, [block_BT == eos for eos in config.eos_ids], jnp.zeros((B, T), bool))
   upto_eos_B = jnp.where(jnp.any(is_eos_BT, axis=1), jnp.argmax(is_eos_BT, axis=1) + 1, T + 1)
   room_B = jnp.minimum(state.limit, config.max_length) - state.length
-  # A law of NaN is NaN throughout, so one column tells. It accepts nothing, so it counts if verification got to it;
-  # then the round commits nothing and ends its row.
+  # A law of NaN is NaN throughout, so one column tells. It counts if verification got to it; then the round commits
+  # nothing and ends its row.
   nan_BT = jnp.isnan(target_probs[..., 0]) | jnp.pad(jnp.isnan(draft.probs[..., 0]), ((0, 0), (0, 1)))
   broken_B = jnp.any(nan_BT & (slot_1T <= accepted_B1), axis=1)
   live_B = ~state.done & ~broken_B
@@ -285,6 +295,7 @@ def commit(state, draft, verdict, target_probs, logits_BTV, config):
       round=state.round + live_B,
       from_draft=put(state.from_draft, from_draft_BT),
       logprobs=put(state.logprobs, logprobs_BT),
+      ledger=keep_books(state.ledger, block_BT, kept_BT, where_BT) if state.ledger is not None else None,
       stats=DecodeStats(
           accepted=state.stats.accepted + from_draft_BT[:, :K],
           tested=state.stats.tested + tested_BK,
@@ -292,22 +303,51 @@ def commit(state, draft, verdict, target_probs, logits_BTV, config):
   )
 
 
-@functools.partial(jax.jit, static_argnames='config')
 def decode_step(target, draft, rule, sampling, state, config) -> tuple[DecodeState, StepInfo]:
   """One round of every row: propose, score, verify, commit.
 
-  Args: target LanguageModel; draft LanguageModel, `DraftSource` or None; rule `VerificationRule` and sampling
-    `SamplingParams`, with numbers or one value per row as leaves; state from `prefill`.
+  Args: target LanguageModel; draft LanguageModel, `DraftSource` or None; rule `VerificationRule` or `Budget`, with
+    numbers, one value per row, or one per row and drafted position [B, K] as leaves; sampling `SamplingParams`, with
+    numbers or one value per row; state from `prefill`.
   Returns: the new state, and what the round saw.
   """
-  rule, sampling = (per_row(x, state.length.shape[0]) for x in (rule, sampling))
+  rule, sampling = _settled(rule, sampling, state, draft, config)
+  return _decode_step(target, draft, rule, sampling, state, config)
+
+
+def _settled(rule, sampling, state, draft, config):
+  """Rule and sampling with strongly typed leaves. Raises ValueError for a rule that this decoder cannot serve."""
+  batch, is_budget = state.length.shape[0], isinstance(rule, Budget)
+  if getattr(rule, '_flax_dataclass', False):
+    raise ValueError(f'{type(rule).__name__} is a flax.struct.dataclass, which jit may take for another rule with the '
+                     'same fields: make it a cactus_jax.record_class.')
+  if is_budget and state.ledger is None:
+    raise ValueError('a Budget steers by what it has spent: set ledger=True in DecodeConfig.')
+  if config.block_verification and not is_budget:
+    check_block_rule(rule)
+  return per_row(rule, batch, slots=None if is_budget else _num_draft(draft, config)), per_row(sampling, batch)
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def _decode_step(target, draft, rule, sampling, state, config):
   keys = sampling_lib.round_keys(state.keys, state.round)
   drafted, draft_cache = propose(draft, sampling, state, keys, config)
   target_probs, logits_BTV, target_cache = score(target, sampling, state, drafted, config)
-  verdict = verify(rule, drafted, target_probs, keys)
-  state = commit(state, drafted, verdict, target_probs, logits_BTV, config)
+  judged_probs = _judged(rule, target_probs, logits_BTV)
+  rule, charges = ledger_lib.plan(rule, state.ledger, drafted, target_probs, judged_probs, state.limit - state.length)
+  judge = verify_block if config.block_verification else verify
+  verdict = judge(rule, drafted, judged_probs, keys, bonus_probs=target_probs)
+  keep_books = lambda ledger, *round: ledger_lib.record(
+      ledger, rule, charges, drafted, target_probs, judged_probs, *round)
+  state = commit(state, drafted, verdict, target_probs, logits_BTV, keep_books, config)
   state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
   return state, StepInfo(draft=drafted, target_probs=target_probs, verdict=verdict)
+
+
+def _judged(rule, target_probs, logits_BTV):
+  """The laws that the rule judges by: the verifier's, or those of the rule's own temperature and filters."""
+  params = getattr(rule, 'judged_by', None)
+  return target_probs if params is None else to_probs(logits_BTV, per_row(params, logits_BTV.shape[0]))
 
 
 def generate(target, draft, rule, sampling, state, config, max_rounds=None) -> DecodeState:
@@ -316,9 +356,9 @@ def generate(target, draft, rule, sampling, state, config, max_rounds=None) -> D
   The bound is a traced number: the same compiled loop gives the whole text, or a few rounds at a time for a host that
   streams, shows progress or looks for stop strings. `state` is donated: use the one that is returned.
   """
-  batch = state.length.shape[0]
+  rule, sampling = _settled(rule, sampling, state, draft, config)
   rounds = jnp.asarray(jnp.iinfo(jnp.int32).max if max_rounds is None else max_rounds, jnp.int32)
-  return _generate(target, draft, per_row(rule, batch), per_row(sampling, batch), state, rounds, config)
+  return _generate(target, draft, rule, sampling, state, rounds, config)
 
 
 @functools.partial(jax.jit, static_argnames='config', donate_argnames='state')
@@ -330,7 +370,7 @@ def _generate(target, draft, rule, sampling, state, max_rounds, config):
 
   def one_round(carry):
     state, rounds = carry
-    state, _ = decode_step(target, draft, rule, sampling, state, config)
+    state, _ = _decode_step(target, draft, rule, sampling, state, config)
     return state, rounds + 1
 
   state, _ = jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))

@@ -2,10 +2,10 @@
 
 import abc
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
+from cactus_jax.records import record_class, static
 from cactus_jax.sampling import Draft
 
 
@@ -20,7 +20,7 @@ class DraftSource(abc.ABC):
     """
 
 
-@flax.struct.dataclass
+@record_class
 class PromptLookup(DraftSource):
   """Copies what followed the latest earlier occurrence of the last few tokens.
 
@@ -31,7 +31,7 @@ class PromptLookup(DraftSource):
   Source: prompt lookup decoding (Saxena, 2023); Draft & Verify without a model.
   """
 
-  ngram: int = flax.struct.field(pytree_node=False, default=3)
+  ngram: int = static(3)
 
   def __post_init__(self):
     if not isinstance(self.ngram, int) or self.ngram < 1:

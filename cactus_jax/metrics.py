@@ -1,7 +1,8 @@
 """Figures of a run: how much was accepted, what a verifier call yielded, and where the seconds went.
 
 Words, the same everywhere: accepted_len is the number of drafted tokens kept in a round, 0..K, without recovery or
-bonus; tokens_per_call is accepted_len + 1, but for rounds that the end of a text cut short.
+bonus; tokens_per_call is accepted_len + 1, but for rounds that the end of a text cut short; kl_per_token is what the
+rule spent by the ledger, in nats, over all tokens decoded.
 """
 
 import contextlib
@@ -10,6 +11,8 @@ import time
 
 import jax
 import numpy as np
+
+from cactus_jax import ledger as ledger_lib
 
 
 def _ratio(a, b):
@@ -27,6 +30,26 @@ class Seconds:
 
 
 @dataclasses.dataclass(frozen=True)
+class Spent:
+  """What a rule spent, by the ledger, summed over rows."""
+
+  decided: int  # tokens that the rule decided: kept or recovered, not bonus
+  kl: float  # nats, sum over them of KL from the verifier's law
+  max_kl: float  # nats, the largest of them
+  chi2: float  # sum over them of Pearson's chi-square
+  flips: int  # tokens that the verifier's law gives no probability
+  histogram: tuple[int, ...]  # of KL, see `ledger.bin_edges`
+
+  @property
+  def kl_99(self):
+    """Nats that 99 % of the decided tokens do not exceed, to the edge of a bin of the histogram (a fifth)."""
+    if not self.decided:
+      return 0.0
+    bin = int(np.searchsorted(np.cumsum(self.histogram), 0.99 * self.decided))
+    return 0.0 if bin == 0 else min(float(ledger_lib.bin_edges()[bin]), self.max_kl)
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
   """What happened in a batch, or in several: the counts add up, the ratios follow. Ratios of nothing are 0."""
 
@@ -36,6 +59,8 @@ class Stats:
   accepted_at: tuple[int, ...]  # rounds in which the token drafted at position i was kept
   tested_at: tuple[int, ...]  # rounds in which position i was put to the test: drafted, and all before it kept
   seconds: Seconds
+  lossless: bool = True  # whether the tokens follow the verifier's own law
+  spent: Spent | None = None  # None if no ledger was kept
 
   @property
   def accepted(self):
@@ -73,17 +98,36 @@ class Stats:
     return tuple(_ratio(a, t) for a, t in zip(self.accepted_at, self.tested_at))
 
   @property
+  def kl_per_token(self):
+    """Nats spent, over all tokens decoded; None if no ledger was kept."""
+    return None if self.spent is None else _ratio(self.spent.kl, self.decoded)
+
+  @property
+  def kl_99(self):
+    """Nats that 99 % of the tokens decided by the rule do not exceed; None if no ledger was kept."""
+    return None if self.spent is None else self.spent.kl_99
+
+  @property
   def tokens_per_second(self):
     """Tokens a second after the first round, all rows together, compilation left out."""
     return _ratio(self.seconds.decoded, self.seconds.decode)
 
 
-def summarize(state, prompt_length, new_tokens, seconds) -> Stats:
+def summarize(state, prompt_length, new_tokens, seconds, lossless) -> Stats:
   """The figures of a finished (or interrupted) `DecodeState`.
 
-  Args: prompt_length int[B], where each row started; new_tokens, how many tokens were kept of what was decoded.
+  Args: prompt_length int[B], where each row started; new_tokens, how many tokens were kept of what was decoded;
+    lossless, whether the rule was.
   """
-  length, rounds, counters = jax.device_get((state.length, state.round, state.stats))
+  length, rounds, counters, ledger = jax.device_get((state.length, state.round, state.stats, state.ledger))
+  spent = ledger and Spent(
+      decided=int(ledger.decided.sum()),
+      kl=float(ledger.kl.astype(np.float64).sum()),
+      max_kl=float(ledger.max_kl.max()),
+      chi2=float(ledger.chi2.astype(np.float64).sum()),
+      flips=int(ledger.flips.sum()),
+      histogram=tuple(ledger.histogram.sum(axis=0).tolist()),
+  )
   return Stats(
       new_tokens=new_tokens,
       decoded=int((length - np.asarray(prompt_length)).sum()),
@@ -91,6 +135,8 @@ def summarize(state, prompt_length, new_tokens, seconds) -> Stats:
       accepted_at=tuple(counters.accepted.sum(axis=0).tolist()),
       tested_at=tuple(counters.tested.sum(axis=0).tolist()),
       seconds=seconds,
+      lossless=lossless,
+      spent=spent,
   )
 
 
@@ -99,6 +145,12 @@ def merge(parts) -> Stats:
   total = lambda name: sum(getattr(part, name) for part in parts)
   columns = lambda name: tuple(map(sum, zip(*(getattr(part, name) for part in parts))))
   seconds = lambda name: sum(getattr(part.seconds, name) for part in parts)
+  ledgers = [part.spent for part in parts]
+  spent = None if None in ledgers else Spent(
+      **{name: sum(getattr(ledger, name) for ledger in ledgers) for name in ('decided', 'kl', 'chi2', 'flips')},
+      max_kl=max(ledger.max_kl for ledger in ledgers),
+      histogram=tuple(map(sum, zip(*(ledger.histogram for ledger in ledgers)))),
+  )
   return Stats(
       new_tokens=total('new_tokens'),
       decoded=total('decoded'),
@@ -106,6 +158,8 @@ def merge(parts) -> Stats:
       accepted_at=columns('accepted_at'),
       tested_at=columns('tested_at'),
       seconds=Seconds(seconds('compile'), parts[0].seconds.first_token, seconds('decode'), seconds('decoded')),
+      lossless=all(part.lossless for part in parts),
+      spent=spent,
   )
 
 

@@ -12,45 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cactus_jax.numerics import largest_float
+from cactus_jax.records import check_number
+
 # A temperature at or below this is greedy. Dividing logits by less would overflow where it does not just round.
 GREEDY_TEMPERATURE = 1e-5
 # `to_probs` looks for the filters' threshold among this many largest tokens before it searches the vocabulary.
 HEAD = 64
-
-
-def check_number(name, value, valid, need):
-  """Raises ValueError unless every entry of `value` is valid; values that are no concrete numbers pass.
-
-  (Records are rebuilt inside jit with tracers for leaves, and by tree utilities with arbitrary objects.)
-  """
-  if isinstance(value, (bool, str)):
-    raise ValueError(f'{name}={value!r}: need {need}.')
-  if not isinstance(value, (int, float, list, tuple, np.ndarray, np.generic, jax.Array)):
-    return
-  if isinstance(value, jax.core.Tracer):
-    return
-  try:
-    numbers = np.asarray(value).astype(np.float64)
-  except (TypeError, ValueError):
-    raise ValueError(f'{name}={value!r}: need {need}.') from None
-  if not np.all(valid(numbers)):
-    raise ValueError(f'{name}={value}: need {need}.')
-
-
-def per_row(record, batch):
-  """The record with every leaf f32[batch], strongly typed: a new value then never means a new program.
-
-  Raises ValueError for a leaf that is neither one number nor one for each row.
-  """
-
-  def broadcast(leaf):
-    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    if array.shape not in ((), (batch,)):
-      raise ValueError(f'{type(record).__name__} holds a value of shape {array.shape}: need one number, or one for '
-                       f'each of the {batch} rows.')
-    return jnp.broadcast_to(jnp.asarray(array, jnp.float32), (batch,))
-
-  return jax.tree.map(broadcast, record, is_leaf=lambda leaf: isinstance(leaf, (list, tuple)))
 
 
 @flax.struct.dataclass
@@ -151,23 +119,13 @@ def _floor(weights_BTV, params):
 def _search_floor(weights_BTV, top_k, top_p):
   """The threshold of top-k then top-p for any k and p, in 60 passes over the vocabulary and without a sort."""
 
-  def largest(reached):
-    # Non-negative floats order as their bit patterns, so the largest threshold for which the (falling) test
-    # `reached` still holds is built from its highest bit down. Weights are at most 1.0 = 0x3f800000.
-    def set_bit(i, bits):
-      trial = bits | (1 << (29 - i))
-      return jnp.where(reached(jax.lax.bitcast_convert_type(trial, jnp.float32)), trial, bits)
-
-    bits = jax.lax.fori_loop(0, 30, set_bit, jnp.zeros(weights_BTV.shape[:2], jnp.int32))
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
   above = lambda floor: weights_BTV >= floor[..., None]
-  kth = largest(lambda floor: jnp.sum(above(floor), axis=-1) >= top_k)
+  kth = largest_float(lambda floor: jnp.sum(above(floor), axis=-1) >= top_k, weights_BTV.shape[:2])
   kept_BTV = jnp.where(above(kth), weights_BTV, 0)
   mass = lambda floor: jnp.sum(jnp.where(above(floor), kept_BTV, 0), axis=-1)
-  nucleus = largest(lambda floor: mass(floor) >= top_p * jnp.sum(kept_BTV, axis=-1))
-  # The peak always survives, even a top_p so small that its product with the mass rounds to 0.
-  return jnp.where(top_p < 1, jnp.maximum(kth, jnp.minimum(nucleus, 1.0)), kth)
+  nucleus = largest_float(lambda floor: mass(floor) >= top_p * jnp.sum(kept_BTV, axis=-1), weights_BTV.shape[:2])
+  # The peak, 1.0, always survives, even a top_p so small that its product with the mass rounds to 0.
+  return jnp.where(top_p < 1, jnp.maximum(kth, nucleus), kth)
 
 
 def sample(probs_BV, uniform_B):

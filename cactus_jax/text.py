@@ -8,6 +8,7 @@ import bisect
 import dataclasses
 import inspect
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,10 +18,14 @@ import jinja2
 import numpy as np
 
 from cactus_jax import decode, metrics
+from cactus_jax import ledger as ledger_lib
 from cactus_jax.decode import DecodeConfig, Finish
 from cactus_jax.drafts import DraftSource
-from cactus_jax.rules import Exact
-from cactus_jax.sampling import SamplingParams, per_row
+from cactus_jax.ledger import Budget
+from cactus_jax.records import per_row
+from cactus_jax.rules import Exact, Lenience, Static
+from cactus_jax.sampling import Draft, SamplingParams, is_greedy
+from cactus_jax.verify import check_block_rule
 
 # Rounds between two looks of the host when it must look for stop strings or report progress.
 ROUNDS_PER_LOOK = 8
@@ -36,7 +41,15 @@ class Completions:
   logprobs: list[list[float]]  # nats, each new token by the verifier's unfiltered law at temperature 1
   finish_reasons: list[str]  # 'eos', 'length', 'cache_full', 'stop' or 'nan'; 'running' amid a stream
   stats: metrics.Stats
-  lossless: bool  # whether the tokens follow the verifier's own law
+  # With a ledger, ln of the probability of each new token by the law it was drawn from, and by the verifier's at the
+  # same temperature and filters: their difference is the log-ratio that importance weights need. Else None.
+  emitted_logprobs: list[list[float]] | None = None
+  verifier_logprobs: list[list[float]] | None = None
+
+  @property
+  def lossless(self) -> bool:
+    """Whether the tokens follow the verifier's own law."""
+    return self.stats.lossless
 
 
 def generate_text(
@@ -53,6 +66,8 @@ def generate_text(
     seed: int | Sequence[int] = 0,
     raw: bool = False,
     draft_tokenizer=None,
+    ledger: bool = False,
+    block_verification: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Completions:
   """Answers a batch of prompts.
@@ -62,7 +77,7 @@ def generate_text(
     target: the verifier, a `Transformer`.
     tokenizer: its tokenizer (`load_tokenizer`).
     draft: a `Transformer` with the same tokenizer, a `DraftSource` such as `PromptLookup()`, or None: plain decoding.
-    rule: a verification rule; the default is lossless.
+    rule: a verification rule, or a `Budget` in nats; the default is lossless.
     sampling: how laws are made; numbers, or one value a row.
     num_draft: tokens drafted a round.
     max_new_tokens: at most so many a row. A row also ends where the context of either model does ('cache_full').
@@ -70,17 +85,55 @@ def generate_text(
     seed: one for all rows, or one for each. A row's draws depend on its seed and prompt only, not on the batch.
     raw: whether to take strings as they are instead of as a user's turn in the chat template.
     draft_tokenizer: the draft's own tokenizer, to be compared with `tokenizer`.
+    ledger: whether to account for what the rule spends, in stats and by token. A `Budget` always does.
+    block_verification: whether drafts are judged as a whole, which keeps more of them, for the same law of the text.
+      The rule must have a fixed target (all but Cactus, CactusExact and TopK, and those too as Static(rule)).
     progress: called by the host now and then with the number of new tokens so far.
 
   Raises: ValueError, before anything is compiled, for input that cannot be answered.
   """
   run = _Run(prompts, target=target, tokenizer=tokenizer, draft=draft, rule=rule, sampling=sampling, stop=stop,
-             num_draft=num_draft, max_new_tokens=max_new_tokens, seed=seed, raw=raw, draft_tokenizer=draft_tokenizer)
+             num_draft=num_draft, max_new_tokens=max_new_tokens, seed=seed, raw=raw, draft_tokenizer=draft_tokenizer,
+             ledger=ledger, block_verification=block_verification)
   looks = bool(run.stop) or progress is not None
   for _ in run.rounds(ROUNDS_PER_LOOK if looks else None):
     if progress is not None:
       progress(run.new_tokens)
   return run.completions()
+
+
+def record_rounds(prompts, **options) -> tuple[Draft, np.ndarray]:
+  """The rounds of decoding these prompts losslessly: what was drafted, by which laws, and what the verifier's were.
+
+  On them every rule can be judged without decoding again (`ledger.expected`, `calibrate`).
+
+  Args: prompts, options as for `generate_text` without rule, ledger, block_verification, stop and progress; a draft is
+    needed.
+  Returns: `Draft` and target_probs f32[N, K+1, V] of all N rounds, on the host: 8 (K + 1) V bytes a round.
+  """
+  call = inspect.signature(generate_text).bind(prompts, **options)
+  if {'rule', 'ledger', 'block_verification', 'progress', 'stop'} & call.arguments.keys():
+    raise ValueError('rounds are recorded with the rule Exact() to the end: rule, ledger, block_verification, progress '
+                     'and stop mean nothing here.')
+  call.apply_defaults()
+  if call.arguments['draft'] is None:
+    raise ValueError('draft=None: without a draft there are no rounds to record.')
+  call.arguments.pop('progress')
+  return _Run(**call.arguments).record()
+
+
+def calibrate(make_rule, prompts, *, kl_per_token, low=1e-7, high=50.0, **options) -> tuple[float, ledger_lib.Expected]:
+  """The number for which make_rule(number) spends kl_per_token on these prompts, and the figures to expect there.
+
+  A delta or tau that suits one temperature, filter or pair of models does not suit another (the delta for the same
+  nats can differ by a factor of 500), so it is found on a sample: the prompts are decoded once, losslessly, and the
+  number is searched for on the recorded laws.
+
+  Args: as for `ledger.calibrate` and `record_rounds`, as in calibrate(Clamp, prompts, kl_per_token=0.01, target=...,
+    draft=..., tokenizer=..., sampling=...).
+  """
+  ledger_lib.check_search(make_rule, kl_per_token, low, high)  # before anything is decoded
+  return ledger_lib.calibrate(make_rule, *record_rounds(prompts, **options), kl_per_token, low, high)
 
 
 def stream_text(prompt, **options) -> 'TextStream':
@@ -226,7 +279,8 @@ def _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_to
       ('draft', draft, draft is None or isinstance(draft, DraftSource) or is_model(draft),
        'a model, a DraftSource such as PromptLookup(), or None'),
       ('tokenizer', tokenizer, hasattr(tokenizer, 'apply_chat_template'), 'a tokenizer, as from load_tokenizer'),
-      ('rule', rule, is_object_with(rule, 'accept_prob'), 'a verification rule, such as Exact() or Cactus(delta=1.0)'),
+      ('rule', rule, is_object_with(rule, 'accept_prob') or isinstance(rule, Budget),
+       'a verification rule, such as Exact() or Cactus(delta=1.0), or a Budget'),
       ('sampling', sampling, isinstance(sampling, SamplingParams), 'SamplingParams(...)'),
       ('num_draft', num_draft, is_count(num_draft), 'a whole number'),
       ('max_new_tokens', max_new_tokens, is_count(max_new_tokens), 'a whole number'),
@@ -235,11 +289,36 @@ def _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_to
       raise ValueError(f'{name}={value!r:.60}: need {need}.')
 
 
+def _warn(draft, rule, sampling):
+  """Says what a rule will not do as its name promises."""
+  greedy = is_greedy(np.asarray(sampling.temperature))
+  while isinstance(rule, Static):
+    rule = rule.rule
+  name = type(rule).__name__
+  # These baselines keep drafts that a greedy verifier cannot emit.
+  unbound = getattr(rule, 'published', False) and not isinstance(rule, Lenience)
+  if isinstance(rule, Budget) and rule.lossless:
+    message = 'a Budget of 0 nats is Exact(): the emitted law is the verifier\'s.'
+  elif draft is None or rule.lossless:
+    return
+  elif hasattr(rule, 'judged_by'):
+    if np.all(greedy):
+      return
+    message = (f'{name} is made for temperature 0: above it, it keeps or emits the verifier\'s likeliest tokens, '
+               'whatever the temperature and filters.')
+  elif np.all(greedy) and not unbound:
+    message = (f'at temperature 0 the verifier\'s law is one-hot, so {name} keeps a token only if it is the '
+               'verifier\'s choice: its numbers change nothing. LogitMargin is made for temperature 0.')
+  else:
+    return
+  warnings.warn(message, stacklevel=4)
+
+
 class _Run:
   """One batch on its way from prompts to text: the state on device, and what the host knows of it."""
 
   def __init__(self, prompts, *, target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens, stop, seed, raw,
-               draft_tokenizer):
+               draft_tokenizer, ledger, block_verification):
     _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens)
     self._models = target, draft
     self._tokenizer = tokenizer
@@ -275,6 +354,8 @@ class _Run:
         max_length=min(bucket(longest + max_new_tokens), context),
         vocab_size=vocab_size,
         eos_ids=tuple(sorted({*target.config.eos_ids, *filter(lambda t: t is not None, [tokenizer.eos_token_id])})),
+        ledger=bool(ledger) or isinstance(rule, Budget),
+        block_verification=bool(block_verification),
     )
     padded = np.zeros((len(rows), min(bucket(longest), self.config.capacity)), np.int32)
     for i, row in enumerate(rows):
@@ -282,7 +363,13 @@ class _Run:
     # No row outgrows the context, so that is as good as any larger number, and never too large for an i32.
     self._padded, self._limit = padded, self._prompt_length + min(max_new_tokens, context)
     self._keys = row_keys(seed, rows)
-    self._rule, self._sampling = (per_row(record, len(rows)) for record in (rule, sampling))
+    self.lossless = draft is None or bool(rule.lossless)
+    by_slot = draft is not None and not isinstance(rule, Budget)
+    self._rule = per_row(rule, len(rows), slots=num_draft if by_slot else None)
+    self._sampling = per_row(sampling, len(rows))
+    if block_verification and not isinstance(rule, Budget):
+      check_block_rule(rule)
+    _warn(draft, rule, sampling)
     self.state = None  # before the first round
 
   def rounds(self, max_rounds):
@@ -300,6 +387,18 @@ class _Run:
     while not self._done.all():
       self._decode += self._timed(lambda: self._advance(max_rounds))
       yield
+
+  def record(self):
+    """The rounds of decoding to the end: see `record_rounds`."""
+    state = decode.prefill(*self._models, self._padded, self._prompt_length, self._keys, self._limit, self.config)
+    rounds = []
+    while not np.all(state.done):
+      live = ~np.asarray(state.done)
+      state, info = decode.decode_step(*self._models, self._rule, self._sampling, state, self.config)
+      rounds.append(jax.tree.map(lambda leaf: np.asarray(leaf)[live], (info.draft, info.target_probs)))
+    if not rounds:
+      raise ValueError('no round was decoded: nothing is recorded.')
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rounds)
 
   def _timed(self, work):
     """Seconds that work() takes, those of compiling left out."""
@@ -351,7 +450,8 @@ class _Run:
     if self.state is None:
       raise ValueError('nothing is decoded yet: iterate over the stream first.')
     from_draft, logprobs, finish = jax.device_get((self.state.from_draft, self.state.logprobs, self.state.finish))
-    texts, tokens, flags, nats, reasons = [], [], [], [], []
+    texts, tokens, flags, nats, reasons, emitted, verifier = [], [], [], [], [], [], []
+    ledger = self.state.ledger and jax.device_get(self.state.ledger)
     for row, start in enumerate(self._prompt_length):
       new = self._row_tokens(row)
       count, text = self._stopped.get(row, (len(new), None))
@@ -360,6 +460,9 @@ class _Run:
       flags.append(from_draft[row, start : start + count].tolist())
       nats.append(logprobs[row, start : start + count].tolist())
       reasons.append(Finish(finish[row]).name.lower())
+      if ledger:
+        emitted.append(ledger.emitted_logprobs[row, start : start + count].tolist())
+        verifier.append(ledger.verifier_logprobs[row, start : start + count].tolist())
     decoded = self.new_tokens - self._first_tokens
     seconds = metrics.Seconds(self._clock.seconds, self._first_token, self._decode, decoded)
     return Completions(
@@ -368,6 +471,7 @@ class _Run:
         from_draft=flags,
         logprobs=nats,
         finish_reasons=reasons,
-        stats=metrics.summarize(self.state, self._prompt_length, sum(map(len, tokens)), seconds),
-        lossless=self._models[1] is None or type(self._rule).lossless,
+        stats=metrics.summarize(self.state, self._prompt_length, sum(map(len, tokens)), seconds, self.lossless),
+        emitted_logprobs=emitted if ledger else None,
+        verifier_logprobs=verifier if ledger else None,
     )

@@ -9,6 +9,7 @@ starts: the same command again goes on where it stopped. A table follows: tokens
 The default model needs 1 GB of memory and writes some 30 tokens a second on two CPU cores.
 """
 
+import math
 import sys
 
 from absl import flags
@@ -18,7 +19,6 @@ from tqdm.auto import tqdm
 
 import cactus_jax as cj
 from cactus_jax import metrics, text
-from cactus_jax.sampling import is_greedy
 
 _PROMPT = flags.DEFINE_string('prompt', None, 'The prompt. Without it and --prompts_file, standard input is read.')
 _PROMPTS_FILE = flags.DEFINE_string('prompts_file', None, 'JSONL file with one prompt a line.')
@@ -74,7 +74,11 @@ def answer(index, prompt, done, row, settings):
       'logprobs': [round(x, 5) for x in done.logprobs[row]],
       'lossless': done.lossless,
       'settings': settings,
-  }
+  } | ({} if done.emitted_logprobs is None else {
+      # null where the verifier gives a token no probability: JSON has no infinity
+      name: [round(x, 5) if math.isfinite(x) else None for x in getattr(done, name)[row]]
+      for name in ('emitted_logprobs', 'verifier_logprobs')
+  })
 
 
 def stream_one(prompt, options) -> cj.Completions:
@@ -137,7 +141,8 @@ def open_output(prompts, settings):
 
 def plain_rate(prompts, options) -> float:
   """Tokens a second of plain decoding of the same prompts."""
-  options = {**options, 'draft': None, 'draft_tokenizer': None, 'rule': cj.Exact(), 'stop': ()}
+  options = {**options, 'draft': None, 'draft_tokenizer': None, 'rule': cj.Exact(), 'stop': (), 'ledger': False,
+             'block_verification': False}
   options['max_new_tokens'] = min(PLAIN_TOKENS, options['max_new_tokens'])
   return cj.generate_text(prompts, **options).stats.tokens_per_second
 
@@ -158,6 +163,13 @@ def table(stats, plain) -> str:
       ('decode tokens/s', rate),
       ('compiling, apart', f'{times.compile:.1f} s'),
   ]
+  if stats.spent:
+    spent = stats.spent
+    lines += [
+        ('KL per token', f'{stats.kl_per_token:.5f} nats   ({spent.kl:.3f} on the {spent.decided} tokens of the rule)'),
+        ('  99% of those at most', f'{spent.kl_99:.3f} nats   (largest {spent.max_kl:.3f})'),
+        ('verifier would never emit', f'{spent.flips}'),
+    ]
   return '\n'.join(f'  {name:28s}{value}' for name, value in lines)
 
 
@@ -166,15 +178,11 @@ def remarks(stats, plain, options) -> list[str]:
   notes = []
   if options['draft'] is not None and not stats.drafted:
     notes.append('The draft proposed nothing: this was plain decoding at the price of speculation.')
-  lossy = not type(options['rule']).lossless
-  if lossy and options['draft'] is None:
+  if not options['rule'].lossless and options['draft'] is None:
     notes.append('Without a draft there is nothing to accept or reject: this was plain decoding, whatever the rule.')
     return notes
-  if lossy:
+  if not stats.lossless:
     notes.append(f'{options["rule"]} is lossy: these tokens do not follow the verifier\'s law.')
-  if lossy and is_greedy(options['sampling'].temperature):
-    notes.append('At temperature 0 the verifier\'s law is one-hot, so a token is kept only if it is the verifier\'s '
-                 'choice: delta changes nothing.')
   if plain and 0 < stats.tokens_per_second < plain:
     notes.append(f'Speculation was slower here than plain decoding would have been: {stats.tokens_per_second:.1f} '
                  f'against {plain:.1f} tokens/s, timed on {PLAIN_TOKENS} tokens a row. It pays when more drafts are '

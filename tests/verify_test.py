@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from cactus_jax import sampling
-from cactus_jax.rules import Cactus, Exact
-from cactus_jax.sampling import Draft, Role, per_row
-from cactus_jax.verify import verify
+from cactus_jax.records import per_row, record_class
+from cactus_jax.rules import Cactus, Clamp, Exact
+from cactus_jax.sampling import Draft, Role
+from cactus_jax.verify import verify, verify_block
 from tests import laws
 
 K, V, ROWS = 4, 7, 512
@@ -44,29 +45,49 @@ def judge_row(reference, draft, target_probs, accept_uniforms, emit_uniform):
   return draft.num_drafted, target_probs[draft.num_drafted].astype(np.float64)
 
 
+def close_call(reference, draft, target_probs, accept_uniforms):
+  """Whether rounding may decide: a uniform next to a probability, or a recovery of what is all but nothing."""
+  for i in range(draft.num_drafted):
+    p, q, x = draft.probs[i].astype(np.float64), target_probs[i].astype(np.float64), draft.tokens[i]
+    accept, recovery = reference(p, q)
+    if abs(accept_uniforms[i] - accept[x]) < 1e-5:
+      return True
+    if accept_uniforms[i] >= accept[x]:
+      return np.sum(p * (1 - accept)) < 1e-5
+  return False
+
+
 def token_at(law, uniform):
   """The tokens that inversion may give, allowing for rounding at the edge of two."""
   cumulative = np.cumsum(law) / np.sum(law)
   return {int(np.argmax(cumulative > min(uniform + error, 1 - 1e-9))) for error in (-1e-6, 0, 1e-6)}
 
 
-@pytest.mark.parametrize('delta', [None, 0.05, 1.0], ids=str)
-def test_verdict_is_that_of_a_plain_loop(delta):
+JUDGED = (
+  'exact', 'cactus-0.1', 'cactus-1', 'clamp-0.2', 'clamp-1', 'lenience-1.3', 'mentored-kl-0.05', 'chow-0.317',
+  'interpolation-0.3', 'interpolation-0.3-published', 'typical-0.09-0.3', 'top_k-2', 'top_k-4-published',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize('name', JUDGED)
+def test_verdict_is_that_of_a_plain_loop(name):
   """Same uniforms, same outcome: longest accepted prefix, recovery at the first rejection, else the bonus."""
   draft, target_probs = random_block(0)
-  rule, reference = (
-    (Exact(), laws.exact_reference) if delta is None else (Cactus(delta), laws.cactus_reference(delta))
-  )
+  [case] = [case for case in laws.RULES if case.name == name]
+  rule, reference = case.rule, case.reference
   keys = jax.random.split(jax.random.key(0), ROWS)
   verdict = jax.tree.map(np.asarray, judge(per_row(rule, ROWS), draft, target_probs, keys))
   accept_uniforms, emit_uniforms = (np.asarray(x, np.float64) for x in uniforms_of(keys))
   ends = []
   for row in range(ROWS):
     one = jax.tree.map(lambda leaf: leaf[row], draft)
+    if close_call(reference, one, target_probs[row], accept_uniforms[row]):
+      continue
     num_accepted, law = judge_row(reference, one, target_probs[row], accept_uniforms[row], emit_uniforms[row])
     assert verdict.num_accepted[row] == num_accepted, row
     assert verdict.next_token[row] in token_at(law, emit_uniforms[row]), row
     ends.append((int(num_accepted), int(one.num_drafted)))
+  assert len(ends) > 0.98 * ROWS
   assert {(n, K) for n in range(K + 1)} <= set(ends)  # a rejection at every position, and none
   assert {(0, 0), (1, 1), (0, 2), (3, 3)} <= set(ends)  # fewer proposals, kept or not
 
@@ -138,6 +159,88 @@ def test_the_edges_of_the_uniforms(rule, monkeypatch):
     )
     assert verdict.num_accepted.tolist() == accepted
     assert verdict.next_token.tolist() == [2, int(uniform > 0)]
+
+
+def test_laws_are_read_only_where_two_numbers_do_not_tell(monkeypatch):
+  """Where the bounds decide, `accept_prob` is never asked; where they do not, as often as a row is in doubt."""
+  draft, target_probs = random_block(3)
+  keys = jax.random.split(jax.random.key(3), ROWS)
+  calls = []
+
+  @record_class
+  class Counting(Clamp):
+    def accept_prob(self, p, q, x):
+      jax.debug.callback(lambda _: calls.append(1), x)
+      return super().accept_prob(p, q, x)
+
+  for tau, least, most in ((0.0, 0, 0), (0.5, 2, ROWS * K)):
+    calls.clear()
+    verdict = jax.block_until_ready(judge(per_row(Counting(tau), ROWS), draft, target_probs, keys))
+    jax.effects_barrier()
+    assert least <= len(calls) <= most
+    np.testing.assert_array_equal(
+      verdict.num_accepted, judge(per_row(Clamp(tau), ROWS), draft, target_probs, keys).num_accepted)
+
+
+def test_a_number_for_each_drafted_position():
+  """Positions with price 0 are verified as in speculative sampling, on the same uniforms."""
+  draft, target_probs = random_block(4)
+  keys = jax.random.split(jax.random.key(4), ROWS)
+  run = lambda rule: np.asarray(judge(rule, draft, target_probs, keys).num_accepted)
+  exact, relaxed = run(per_row(Exact(), ROWS)), run(per_row(Clamp(2.0), ROWS))
+  first = run(per_row(Clamp(np.float32([[2.0, 0.0, 0.0, 0.0]])), ROWS, slots=K))
+  assert np.all((first == 0) == (relaxed == 0)) and np.any((first == 0) != (exact == 0))
+  later = run(per_row(Clamp(np.float32([[0.0, 2.0, 2.0, 2.0]])), ROWS, slots=K))
+  assert np.all((later == 0) == (exact == 0)) and np.any(later > exact)
+
+
+# Blocks of several tokens judged together.
+
+
+@jax.jit
+def block_verdict(rule, p, q, keys):
+  """As `random_blocks`, verified as a block."""
+  each_row = lambda x: jnp.broadcast_to(x[None], (BLOCK_ROWS, *x.shape))
+  uniform = sampling.uniforms(keys, Role.DRAFT, p.shape[0])
+  tokens = jnp.stack([sampling.sample(each_row(law), uniform[:, i]) for i, law in enumerate(p)], axis=1)
+  draft = Draft(tokens=tokens, probs=each_row(p), num_drafted=jnp.full(BLOCK_ROWS, p.shape[0]))
+  return tokens, verify_block(rule, draft, each_row(q), keys)
+
+
+def test_the_toy_of_block_verification():
+  """p = (2/3, 1/3), q = (1/3, 2/3), two tokens: 11/9 are kept on average, token by token 10/9."""
+  p, q = np.tile(np.float32([2 / 3, 1 / 3]), (2, 1)), np.tile(np.float32([1 / 3, 2 / 3]), (3, 1))
+  keys = jax.random.split(jax.random.key(1), BLOCK_ROWS)
+  rule = per_row(Exact(), BLOCK_ROWS)
+  error = 5 / np.sqrt(BLOCK_ROWS)
+  tokens, verdict = block_verdict(rule, p, q, keys)
+  assert np.mean(verdict.num_accepted) == pytest.approx(11 / 9, abs=error)
+  assert np.mean(random_blocks(rule, p, q, keys)[1].num_accepted) == pytest.approx(10 / 9, abs=error)
+  q_VVV, p_VVV = np.tile([1 / 3, 2 / 3], (2, 2, 1)), np.tile([2 / 3, 1 / 3], (2, 2, 1))
+  assert laws.block_rounds(q_VVV, p_VVV, lambda p, q: q, 2, (0, 0))[1] == pytest.approx(11 / 9)
+
+
+def test_block_verification_of_fewer_proposals():
+  """Padding is never kept, rows without proposals emit the verifier's token, one proposal is judged as by itself."""
+  draft, target_probs = random_block(5)
+  keys = jax.random.split(jax.random.key(5), ROWS)
+  rule = per_row(Clamp(0.3), ROWS)
+  verdict = jax.tree.map(np.asarray, jax.jit(verify_block)(rule, draft, target_probs, keys))
+  by_token = jax.tree.map(np.asarray, judge(rule, draft, target_probs, keys))
+  assert np.all(verdict.num_accepted <= draft.num_drafted)
+  assert np.mean(verdict.num_accepted) > 0.5
+  few = draft.num_drafted <= 1
+  np.testing.assert_array_equal(verdict.num_accepted[few], by_token.num_accepted[few])
+  np.testing.assert_array_equal(verdict.next_token[draft.num_drafted == 0], by_token.next_token[draft.num_drafted == 0])
+  law = np.take_along_axis(target_probs, verdict.num_accepted[:, None, None], axis=1)[:, 0]
+  assert np.all(law[np.arange(ROWS), verdict.next_token] > 0)
+
+
+def test_block_verification_is_refused_for_rules_that_look_at_the_token():
+  draft, target_probs = random_block(5)
+  keys = jax.random.split(jax.random.key(5), ROWS)
+  with pytest.raises(ValueError, match=r'Cactus has no fixed target law .* use Static\(Cactus\(...\)\)'):
+    verify_block(per_row(Cactus(0.3), ROWS), draft, target_probs, keys)
 
 
 BLOCK_ROWS = 60_000

@@ -4,19 +4,34 @@ import dataclasses
 import os
 import signal
 import sys
+import warnings
 
 import jax
 from absl import app, flags, logging
 
 import cactus_jax as cj
-from cactus_jax import rules
+from cactus_jax.divergence import DIVERGENCES
 
 flags.DEFINE_string('verifier', None, 'Folder, hub id or .gguf file; by default the packaged SmolLM2-135M-Instruct.')
 flags.DEFINE_string('draft', 'lookup', 'Draft: a folder, hub id or .gguf file, "lookup", "early_exit:N" or "none".')
-flags.DEFINE_enum('rule', 'exact', sorted(rules.RULES), 'Verification rule; only "exact" leaves the law unchanged.')
-RULE_NUMBERS = {field.name: name for name, rule in rules.RULES.items() for field in dataclasses.fields(rule)}
-for number, owner in RULE_NUMBERS.items():
-  flags.DEFINE_float(number, None, f'The {number} of --rule={owner}; see {rules.RULES[owner].__name__} in rules.py.')
+RULES = cj.RULES | {'budget': cj.Budget}
+flags.DEFINE_enum('rule', 'exact', sorted(RULES), 'Verification rule; only "exact" leaves the law unchanged.')
+# What the rules are made with: the name of each field, and the rules that have it.
+RULE_FIELDS = {}
+for rule_name, rule_class in RULES.items():
+  for rule_field in dataclasses.fields(rule_class):
+    RULE_FIELDS.setdefault(rule_field.name, []).append(rule_name)
+for field_name, owners in RULE_FIELDS.items():
+  text = f'The {field_name} of --rule={"|".join(owners)}; see {RULES[owners[0]].__name__}.'
+  if field_name == 'published':
+    flags.DEFINE_boolean(field_name, None, text)
+  elif field_name == 'divergence':
+    flags.DEFINE_enum(field_name, None, list(DIVERGENCES), text)
+  else:
+    flags.DEFINE_float(field_name, None, text)
+flags.DEFINE_boolean('static', False, 'Verify towards the law that the rule emits: the same text law, for any rule.')
+flags.DEFINE_boolean('block_verification', False, 'Judge drafts as a whole; Cactus and TopK need --static with it.')
+flags.DEFINE_boolean('ledger', False, 'Account for what the rule spends, in nats.')
 flags.DEFINE_integer('num_draft', 4, 'Tokens drafted a round.')
 flags.DEFINE_float('temperature', 0.6, 'Sampling temperature; 0 is greedy.')
 flags.DEFINE_integer('top_k', 20, 'Sample among the k likeliest tokens; 0: among all.')
@@ -32,10 +47,23 @@ _interrupts = []
 DEFAULT_CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'cactus_jax', 'jax')
 
 
+def set_defaults(**values):
+  """Gives shared flags other defaults in a program, before it runs."""
+  for name, value in values.items():
+    FLAGS.set_default(name, value)
+
+
+def refuse(names, reason):
+  """Raises ValueError for a flag that was given and means nothing to a program."""
+  for name in names:
+    if FLAGS[name].present:
+      raise ValueError(f'--{name} means nothing here: {reason}.')
+
+
 def run(main):
   """Runs main(): what the user has to mend is printed as one line, exit code 2; ctrl-C exits with 130."""
 
-  def refuse(error):
+  def give_up(error):
     print(f'error: {error}', file=sys.stderr)
     sys.exit(2)
 
@@ -43,12 +71,13 @@ def run(main):
     try:
       return FLAGS(argv)
     except flags.Error as error:
-      refuse(error)
+      give_up(error)
 
   def guarded(argv):
     if len(argv) > 1:
-      refuse(f'unexpected argument {argv[1]!r}; options are written --name=value.')
+      give_up(f'unexpected argument {argv[1]!r}; options are written --name=value.')
     logging.set_verbosity(logging.WARNING)
+    warnings.showwarning = lambda message, *_, **__: print(f'Note: {message}', file=sys.stderr)
     signal.signal(signal.SIGINT, _interrupt)
     if not jax.config.jax_compilation_cache_dir:
       jax.config.update('jax_compilation_cache_dir', DEFAULT_CACHE)
@@ -56,7 +85,7 @@ def run(main):
     try:
       main()
     except ValueError as error:
-      refuse(error)
+      give_up(error)
     except KeyboardInterrupt:
       print('\ninterrupted', file=sys.stderr)
       sys.exit(130)
@@ -78,17 +107,23 @@ def stop_if_interrupted():
     raise KeyboardInterrupt
 
 
-def rule() -> cj.VerificationRule:
+def rule() -> cj.VerificationRule | cj.Budget:
   """The rule of --rule with its numbers from the flags of the same names."""
-  cls = rules.RULES[FLAGS.rule]
-  own = {field.name for field in dataclasses.fields(cls)}
-  for name in RULE_NUMBERS.keys() - own:
+  cls = RULES[FLAGS.rule]
+  own = {field.name: field.default for field in dataclasses.fields(cls)}
+  for name in RULE_FIELDS.keys() - own.keys():
     if FLAGS[name].present:
-      raise ValueError(f'--{name} means nothing to --rule={FLAGS.rule}: drop it, or choose the rule it belongs to.')
-  for name in own:
-    if getattr(FLAGS, name) is None:
+      raise ValueError(f'--{name} means nothing to --rule={FLAGS.rule}: drop it, or choose the rule it belongs to '
+                       f'({", ".join(RULE_FIELDS[name])}).')
+  given = {name: getattr(FLAGS, name) for name in own if getattr(FLAGS, name) is not None}
+  for name, default in own.items():
+    if name not in given and default is dataclasses.MISSING:
       raise ValueError(f'--rule={FLAGS.rule} needs --{name}.')
-  return cls(**{name: getattr(FLAGS, name) for name in own})
+  if cls is cj.Budget and not given:
+    raise ValueError('--rule=budget needs --kl_per_token or --kl_total, in nats.')
+  if FLAGS.static and (cls is cj.Budget or issubclass(cls, cj.TargetRule)):
+    raise ValueError(f'--static means nothing to --rule={FLAGS.rule}, whose law is fixed already: drop it.')
+  return cj.Static(cls(**given)) if FLAGS.static else cls(**given)
 
 
 def sampling() -> cj.SamplingParams:
@@ -127,20 +162,20 @@ def draft_named(name, target):
 
 def describe() -> str:
   """One line that says what is about to run."""
-  fields = dataclasses.fields(rules.RULES[FLAGS.rule])
-  numbers = ''.join(f', {field.name}={getattr(FLAGS, field.name)}' for field in fields)
   drafting = 'no draft' if FLAGS.draft == 'none' else f'draft {FLAGS.draft}, {FLAGS.num_draft} tokens a round'
-  return f'verifier {settings()["verifier"]}; {drafting}; rule {FLAGS.rule}{numbers}'
+  by_block = ', verified by blocks' if FLAGS.block_verification else ''
+  return f'verifier {settings()["verifier"]}; {drafting}; rule {rule()}{by_block}'
 
 
 def settings() -> dict:
   """Everything that determines an answer, to be stored with it."""
-  names = ['draft', 'rule', *RULE_NUMBERS, 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens',
-           'stop', 'seed', 'raw']
+  names = ['draft', 'block_verification', 'ledger', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p',
+           'max_new_tokens', 'stop', 'seed', 'raw']
   verifier = FLAGS.verifier or os.path.basename(verifier_source())
-  return {'verifier': verifier} | {name: getattr(FLAGS, name) for name in names}
+  return {'verifier': verifier, 'rule': str(rule())} | {name: getattr(FLAGS, name) for name in names}
 
 
 def text_options() -> dict:
   """The options of `generate_text` that are plain numbers and strings."""
-  return {name: getattr(FLAGS, name) for name in ('num_draft', 'max_new_tokens', 'stop', 'seed', 'raw')}
+  names = ('num_draft', 'max_new_tokens', 'stop', 'seed', 'raw', 'ledger', 'block_verification')
+  return {name: getattr(FLAGS, name) for name in names}
