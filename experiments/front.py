@@ -455,10 +455,9 @@ def _panel(axis, front, setting, name):
 
 def check_flags():
   """Raises ValueError for flags that mean nothing here, or that would fail after the work is done."""
-  if common.sampling() != SETTINGS['truncated']:
-    raise ValueError('--temperature, --top_k, --top_p and --min_p mean nothing here: the two settings are fixed.')
-  if common.rule() != cj.Exact() or common.settings()['stop']:
-    raise ValueError('--rule, --static and --stop mean nothing here: every rule is judged on whole rounds.')
+  common.refuse(['temperature', 'top_k', 'top_p', 'min_p'], 'the two settings are fixed')
+  common.refuse(['rule', *common.RULE_FIELDS, 'static', 'stop', 'block_verification', 'ledger'],
+                'every rule is judged on whole rounds')
   if common.settings()['draft'] == 'none':
     raise ValueError('--draft=none: without a draft there is nothing to accept or reject.')
   if common.num_draft() < 1:
