@@ -111,7 +111,7 @@ CURVES = {
     'ceiling': _by_class(cj.Clamp, truncated=[80]),
     'clamp': _by_class(cj.Clamp, truncated=_steps(0.18, 12, 12), full=_steps(0.14, 3.5, 12)),
     'clamp_by_position': _curve(lambda tau, rounds: cj.Clamp(ledger.prices_by_position(tau, *rounds)),
-                                truncated=_steps(0.1, 6, 10), full=_steps(0.08, 2, 5)),
+                                truncated=_steps(0.1, 6, 16), full=_steps(0.08, 2, 12)),
     'cactus': _by_class(cj.Cactus, truncated=_steps(1.5e-3, 15, 10), full=_steps(5e-7, 0.04, 8)),
     'cactus_exact': _by_class(cj.CactusExact, truncated=_steps(1.5e-3, 5, 10), full=_steps(1.5e-7, 1.5e-3, 8)),
     'lenience': _by_class(cj.Lenience, truncated=1 + np.geomspace(0.03, 50, 10), full=1 + np.geomspace(0.03, 10, 10)),
@@ -313,9 +313,9 @@ class Front:
 
 
 def interpolated(points, target):
-  """Acceptance and AL of a curve where it spends the target, between its rows in log KL; the best place if several.
+  """Acceptance and AL of a curve where it spends the target; the best place if several, None if there is none.
 
-  None where it does not reach the target.
+  Between two rows both are taken to be linear in KL, as they are for a rule that takes either number by chance.
   """
   names = ('acceptance_rate', 'accepted_len')
   found = []
@@ -323,7 +323,7 @@ def interpolated(points, target):
     ends = [row['kl_per_token'] for row in (left, right)]
     if None in ends or min(ends) <= 0 or not min(ends) <= target <= max(ends):
       continue
-    share = 0.0 if ends[0] == ends[1] else np.log(target / ends[0]) / np.log(ends[1] / ends[0])
+    share = 0.0 if ends[0] == ends[1] else (target - ends[0]) / (ends[1] - ends[0])
     found.append({name: float((1 - share) * left[name] + share * right[name]) for name in names})
   return max(found, key=lambda place: place['accepted_len'], default=None)
 
@@ -425,9 +425,11 @@ def _panel(axis, front, setting, name):
     if not inside:
       continue
     tops.append(max(inside))
-    [handles[rule]] = axis.plot([row['kl_per_token'] for row in points], [row[name] for row in points], color=colour,
-                                linestyle=line, marker=marker, markersize=4, linewidth=width, label=rule,
-                                zorder=3 if width > 1 else 2)
+    # Straight in KL between the points, hence bent on this axis.
+    fine = np.linspace(0, len(points) - 1, 40 * (len(points) - 1) + 1)
+    along = lambda field: np.interp(fine, np.arange(len(points)), [row[field] for row in points])
+    [handles[rule]] = axis.plot(along('kl_per_token'), along(name), color=colour, linestyle=line, marker=marker,
+                                markersize=4, markevery=40, linewidth=width, label=rule, zorder=3 if width > 1 else 2)
     if rule in LABELS:
       where, place = LABELS[rule]
       here = np.interp(np.log(where), [np.log(row['kl_per_token']) for row in points], [row[name] for row in points])

@@ -17,6 +17,7 @@ for argument; do  # takes --slow out and keeps the rest in place
     *) set -- "$@" "$argument" ;;
   esac
 done
+[ $# -gt 0 ] || set -- -n auto --maxprocesses 4  # the whole suite: on several cores
 [ $slow = yes ] || set -- -m 'not slow' "$@"
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"

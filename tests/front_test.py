@@ -193,9 +193,9 @@ def test_rules_with_like_fields_are_not_taken_for_each_other(alike, tmp_path, mo
 def test_figures_between_two_numbers():
   row = lambda kl, length: dict(kl_per_token=kl, acceptance_rate=length / 4, accepted_len=length)
   points = [row(0.001, 1.0), row(0.1, 2.0), row(0.001, 1.8), row(None, 4.0)]
-  place = front.interpolated(points[:2], 0.01)
+  place = front.interpolated(points[:2], 0.0505)  # half way: as if either number were taken by chance
   assert place == pytest.approx({'acceptance_rate': 0.375, 'accepted_len': 1.5})
-  assert front.interpolated(points, 0.01)['accepted_len'] == pytest.approx(1.9), 'the better of two places'
+  assert front.interpolated(points, 0.0505)['accepted_len'] == pytest.approx(1.9), 'the better of two places'
   assert front.interpolated(points[:2], 0.1)['accepted_len'] == pytest.approx(2.0), 'ends belong to the curve'
   for beyond in (0.0009, 0.11):
     assert front.interpolated(points, beyond) is None
