@@ -23,7 +23,7 @@ from cactus_jax.drafts import DraftSource
 from cactus_jax.ledger import Budget, Ledger
 from cactus_jax.records import per_row
 from cactus_jax.sampling import Draft, Role, to_probs, uniforms
-from cactus_jax.verify import Verdict, check_block_rule, verify, verify_block
+from cactus_jax.verify import Verdict, check_block_rule, check_rule, verify, verify_block
 
 # Prompts are read in pieces of this many tokens, which bounds the attention scores held at once.
 PREFILL_CHUNK = 512
@@ -269,7 +269,7 @@ def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
   # A law of NaN is NaN throughout, so one column tells. It counts if verification got to it; then the round commits
   # nothing and ends its row.
   nan_BT = jnp.isnan(target_probs[..., 0]) | jnp.pad(jnp.isnan(draft.probs[..., 0]), ((0, 0), (0, 1)))
-  broken_B = jnp.any(nan_BT & (slot_1T <= accepted_B1), axis=1)
+  broken_B = jnp.any(nan_BT & (slot_1T <= accepted_B1), axis=1) | ~verdict.is_law
   live_B = ~state.done & ~broken_B
   count_B = jnp.where(live_B, jnp.minimum(jnp.minimum(verdict.num_accepted + 1, upto_eos_B), room_B), 0)
   length_B = state.length + count_B
@@ -318,9 +318,8 @@ def decode_step(target, draft, rule, sampling, state, config) -> tuple[DecodeSta
 def _settled(rule, sampling, state, draft, config):
   """Rule and sampling with strongly typed leaves. Raises ValueError for a rule that this decoder cannot serve."""
   batch, is_budget = state.length.shape[0], isinstance(rule, Budget)
-  if getattr(rule, '_flax_dataclass', False):
-    raise ValueError(f'{type(rule).__name__} is a flax.struct.dataclass, which jit may take for another rule with the '
-                     'same fields: make it a cactus_jax.record_class.')
+  if not is_budget:
+    check_rule(rule)
   if is_budget and state.ledger is None:
     raise ValueError('a Budget steers by what it has spent: set ledger=True in DecodeConfig.')
   if config.block_verification and not is_budget:

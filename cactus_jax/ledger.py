@@ -61,7 +61,7 @@ def bin_edges():
 def _bin(kl):
   above = jnp.log10(jnp.maximum(kl, SMALLEST) / SMALLEST) * BINS_PER_DECADE
   inside = jnp.clip(jnp.ceil(above), 0, NUM_BINS - 1)
-  return jnp.where(kl <= SMALLEST, 0, inside).astype(jnp.int32)
+  return jnp.where(kl <= SMALLEST, 0, jnp.where(jnp.isnan(kl), NUM_BINS - 1, inside)).astype(jnp.int32)
 
 
 def charge(rule, draft, target_probs, judged_probs) -> Charges:
@@ -72,7 +72,7 @@ def charge(rule, draft, target_probs, judged_probs) -> Charges:
     target_probs: f32[B, K+1, V], the verifier's laws; judged_probs: those that the rule judges by.
   """
   B, K = draft.tokens.shape
-  if not K or rule.lossless:
+  if not K or getattr(rule, 'lossless', False):
     nothing = jnp.zeros((B, K))
     return Charges(nothing, nothing, jnp.take_along_axis(target_probs[:, :K], draft.tokens[..., None], axis=2)[..., 0])
   rule = per_slot(rule, K)
@@ -144,7 +144,8 @@ class Budget:
     if self.kl_per_token is None and self.kl_total is None:
       raise ValueError('Budget() is without a limit: need kl_per_token, kl_total or both, in nats.')
     for name in ('kl_per_token', 'kl_total'):
-      check_number(name, getattr(self, name), lambda d: np.isfinite(d) & (d >= 0), 'a finite number of nats >= 0')
+      if getattr(self, name) is not None:
+        check_number(name, getattr(self, name), lambda d: np.isfinite(d) & (d >= 0), 'a finite number of nats >= 0')
 
   @property
   def lossless(self):
@@ -152,7 +153,7 @@ class Budget:
     return any(limit is not None and not np.any(np.asarray(limit)) for limit in (self.kl_per_token, self.kl_total))
 
   def price(self, ledger, tokens_left):
-    """tau f32[B] of the next round, before kl_total is looked at. tokens_left: i32[B], those still asked for."""
+    """tau f32[B] of the next round. tokens_left: i32[B], those still asked for."""
     rate = self.kl_per_token if self.kl_per_token is not None else self.kl_total / (ledger.tokens + tokens_left)
     safe = jnp.where(rate > 0, rate, 1.0)
     behind = ledger.tokens - ledger.kl / safe  # tokens whose share is not spent yet
@@ -212,8 +213,10 @@ def expected(rule, draft, target_probs) -> Expected:
     sampling's.
   """
   N, K = draft.tokens.shape
-  if isinstance(rule, Budget) or getattr(rule, 'judged_by', None) is not None:
-    raise ValueError(f'{type(rule).__name__} cannot be judged on recorded rounds: it needs more than their laws.')
+  if not N or np.shape(target_probs)[:1] != (N,) or np.shape(target_probs)[1] < K:
+    raise ValueError(f'{N} rounds of {K} drafted tokens and target_probs of shape {np.shape(target_probs)}: need one '
+                     'round or more, and the verifier\'s laws at the drafted positions of each, [N, K or K+1, V].')
+  _check_judgeable(rule)
   rule = per_row(rule, 1, slots=K)
   accept, kl = jax.device_get(_judged(rule, draft, target_probs))
   drafted = np.arange(K)[None] < np.asarray(draft.num_drafted)[:, None]
@@ -230,6 +233,13 @@ def expected(rule, draft, target_probs) -> Expected:
       kl_per_token=float(np.sum(tested[tested > 0] * kl[tested > 0]) / (N + accepted)),  # infinite KL may lie beyond
       kl_99=float(at_99),
   )
+
+
+def _check_judgeable(rule):
+  if isinstance(rule, Budget) or getattr(rule, 'judged_by', None) is not None:
+    raise ValueError(f'{type(rule).__name__} cannot be judged on recorded rounds: it needs more than their laws.')
+  if isinstance(rule, type) or not hasattr(rule, 'output_law'):
+    raise ValueError(f'{rule!r:.60} is no rule: need one with its numbers, as Clamp(tau=0.5).')
 
 
 @jax.jit
@@ -250,7 +260,7 @@ def calibrate(make_rule, draft, target_probs, kl_per_token, low=1e-7, high=50.0)
   """The number for which make_rule(number) spends kl_per_token on recorded rounds, and the figures it has there.
 
   Args:
-    make_rule: a rule's class, or any function of one number whose rule spends more for a larger number.
+    make_rule: a rule's class, or any function of one number whose rule spends more for a larger number, or less.
     draft, target_probs: recorded rounds as rows. kl_per_token: nats wanted.
     low, high: bounds of the search, which is by bisection of the logarithm.
   Returns: (number, `Expected`).
@@ -258,29 +268,37 @@ def calibrate(make_rule, draft, target_probs, kl_per_token, low=1e-7, high=50.0)
   """
   check_search(make_rule, kl_per_token, low, high)
   spends = lambda number: expected(make_rule(number), draft, target_probs).kl_per_token
-  least, most = spends(low), spends(high)
-  if not least <= kl_per_token <= most:
-    raise ValueError(f'kl_per_token={kl_per_token}: on these rounds the rule spends {least:.3g} nats at {low:g} and '
-                     f'{most:.3g} at {high:g}; ask for a number between, or widen low and high.')
+  ends = spends(low), spends(high)
+  if not min(ends) <= kl_per_token <= max(ends):
+    raise ValueError(f'kl_per_token={kl_per_token}: on these rounds the rule spends {ends[0]:.3g} nats at {low:g} and '
+                     f'{ends[1]:.3g} at {high:g}; ask for a number between, or widen low and high.')
+  rises = ends[0] <= ends[1]
   for _ in range(40):
     middle = float(np.sqrt(low * high))
-    low, high = (middle, high) if spends(middle) <= kl_per_token else (low, middle)
+    low, high = (middle, high) if (spends(middle) <= kl_per_token) == rises else (low, middle)
     if high / low < 1 + 1e-4:
       break
-  return low, expected(make_rule(low), draft, target_probs)
+  number = low if rises else high  # of the two, the one that does not spend more
+  return number, expected(make_rule(number), draft, target_probs)
 
 
 def check_search(make_rule, kl_per_token, low, high):
   """Raises ValueError for what `calibrate` cannot search for, or between."""
-  check_number('kl_per_token', kl_per_token, lambda d: np.isfinite(d) & (d > 0), 'a finite number of nats > 0')
-  if not 0 < low < high:
-    raise ValueError(f'low={low}, high={high}: need 0 < low < high.')
-  for number in (low, high):
+  one = lambda d: np.isfinite(d) & (d > 0) & (np.ndim(d) == 0)
+  check_number('kl_per_token', kl_per_token, one, 'one finite number of nats > 0')
+  for name, value in (('low', low), ('high', high)):
+    check_number(name, value, one, 'one finite number > 0')
+  if not low < high:
+    raise ValueError(f'low={low}, high={high}: need low < high.')
+  if not callable(make_rule):
+    raise ValueError(f'make_rule={make_rule!r:.60}: need a class, or a function of one number, that makes a rule.')
+  for number in (low, high, float(np.sqrt(low * high))):
     try:
-      make_rule(number)
-    except ValueError as error:
-      raise ValueError(f'the search runs from low={low:g} to high={high:g}, and there: {error} Pass a low and a high '
-                       'that suit the rule.') from None
+      rule = make_rule(number)
+    except (TypeError, ValueError) as error:
+      raise ValueError(f'the search runs from low={low:g} to high={high:g}, and at {number:g}: {error} Pass a low and '
+                       'a high that suit the rule, or a function that makes one of any number between.') from None
+    _check_judgeable(rule)
 
 
 def prices_by_position(tau, draft, target_probs):
@@ -293,7 +311,7 @@ def prices_by_position(tau, draft, target_probs):
   Args: tau, the price at the last position, nats; draft, target_probs: recorded rounds as rows, from which A and K
     are taken.
   """
-  check_number('tau', tau, lambda d: np.isfinite(d) & (d > 0), 'a finite number of nats > 0')
+  check_number('tau', tau, lambda d: np.isfinite(d) & (d > 0) & (np.ndim(d) == 0), 'one finite number of nats > 0')
   K = draft.tokens.shape[1]
   prices = tau * np.geomspace(0.5, K + 1, 24)
   drafted = np.arange(K)[None] < np.asarray(draft.num_drafted)[:, None]

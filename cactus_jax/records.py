@@ -14,6 +14,16 @@ def record_class(cls):
   structures of two such classes with the same fields for equal, so jit now and then takes the program of one for the
   other's.
   """
+  check = getattr(cls, '__post_init__', lambda self: None)
+
+  def check_all(self):
+    for field in dataclasses.fields(cls):
+      value = getattr(self, field.name)
+      if isinstance(field.default, bool) and not isinstance(value, bool):
+        raise ValueError(f'{field.name}={value!r}: need True or False.')
+    check(self)
+
+  cls.__post_init__ = check_all
   cls = dataclasses.dataclass(frozen=True)(cls)
   is_static = lambda field: field.metadata.get('static', False)
   leaves = [field.name for field in dataclasses.fields(cls) if not is_static(field)]
@@ -38,21 +48,23 @@ def static(default):
   return dataclasses.field(default=default, metadata={'static': True})
 
 
-def check_number(name, value, valid, need):
-  """Raises ValueError unless every entry of `value` is valid; values that are no concrete numbers pass.
+def _as_numbers(value):
+  """f64 array of what is a real number or several; None for anything else."""
+  try:
+    numbers = np.asarray(value)
+    real = jnp.issubdtype(numbers.dtype, jnp.floating) or jnp.issubdtype(numbers.dtype, jnp.integer)
+    return numbers.astype(np.float64) if real else None
+  except (TypeError, ValueError):
+    return None
 
-  (Records are rebuilt inside jit with tracers for leaves, and by tree utilities with arbitrary objects.)
-  """
-  if isinstance(value, (bool, str)):
-    raise ValueError(f'{name}={value!r}: need {need}.')
-  if not isinstance(value, (int, float, list, tuple, np.ndarray, np.generic, jax.Array)):
-    return
+
+def check_number(name, value, valid, need):
+  """Raises ValueError unless `value` is a number, or numbers, each of them valid. A tracer passes: it has no value."""
   if isinstance(value, jax.core.Tracer):
     return
-  try:
-    numbers = np.asarray(value).astype(np.float64)
-  except (TypeError, ValueError):
-    raise ValueError(f'{name}={value!r}: need {need}.') from None
+  numbers = _as_numbers(value)
+  if numbers is None:
+    raise ValueError(f'{name}={value!r:.80}: need {need}.')
   if not np.all(valid(numbers)):
     raise ValueError(f'{name}={value}: need {need}.')
 
@@ -65,6 +77,8 @@ def per_row(record, batch, slots=None):
   """
 
   def broadcast(leaf):
+    if not isinstance(leaf, jax.Array) and _as_numbers(leaf) is None:
+      raise ValueError(f'{type(record).__name__} holds {leaf!r:.80}: need a number.')
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     by_slot = slots is not None and array.shape in ((1, slots), (batch, slots))
     if array.shape not in ((), (batch,)) and not by_slot:

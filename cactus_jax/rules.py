@@ -35,7 +35,7 @@ class VerificationRule(Protocol):
   Verification reads whole laws only where the uniform falls between the bounds.
   """
 
-  lossless: ClassVar[bool]  # whether the emitted law is exactly q
+  lossless: ClassVar[bool]  # whether the emitted law is exactly q; a rule that does not say is taken to be lossy
 
   def accept_prob(self, p, q, x) -> jax.Array:
     """f32[] in [0, 1]: probability of keeping the drafted token x, where p[x] > 0.
@@ -63,11 +63,19 @@ def check_laws(p, q):
     raise ValueError(f'p has shape {np.shape(p)}, q has {np.shape(q)}: need laws over the same tokens.')
 
 
+def _check_is_rule(holder, rule):
+  if isinstance(rule, type) or not all(hasattr(rule, name) for name in ('accept_prob', 'recovery', 'output_law')):
+    raise ValueError(f'{holder}({rule!r:.60}): need a rule with its numbers, as in {holder}(Cactus(delta=1.0)).')
+
+
 @record_class
 class Checked:
-  """Any rule, with the laws given to it checked by `check_laws`: for work outside jit, as on a new rule."""
+  """Any rule, with the laws given to it and those it returns checked: for work outside jit, as on a new rule."""
 
   rule: Any
+
+  def __post_init__(self):
+    _check_is_rule('Checked', self.rule)
 
   @property
   def lossless(self):
@@ -77,17 +85,25 @@ class Checked:
   def accept_prob(self, p, q, x):
     """As the rule's."""
     check_laws(p, q)
-    return self.rule.accept_prob(p, q, x)
+    accept = self.rule.accept_prob(p, q, x)
+    if not 0 <= accept <= 1:
+      raise ValueError(f'accept_prob of {self.rule} is {accept} for token {x}: need a probability.')
+    return accept
 
   def recovery(self, p, q, x):
     """As the rule's."""
     check_laws(p, q)
-    return self.rule.recovery(p, q, x)
+    return self._checked('recovery', self.rule.recovery(p, q, x), q)
 
   def output_law(self, p, q):
     """As the rule's."""
     check_laws(p, q)
-    return self.rule.output_law(p, q)
+    return self._checked('output_law', self.rule.output_law(p, q), q)
+
+  def _checked(self, method, law, q):
+    if np.shape(law) != np.shape(q) or not (np.all(np.asarray(law) >= 0) and abs(np.sum(law) - 1) <= 1e-3):
+      raise ValueError(f'{method} of {self.rule} has shape {np.shape(law)} and sum {np.sum(law)}: need a law, like q.')
+    return law
 
 
 def _check_nats(name, value):
@@ -99,7 +115,7 @@ def _check_share(name, value, need):
 
 
 def _check_divergence(name):
-  if name not in divergence.DIVERGENCES:
+  if not isinstance(name, str) or name not in divergence.DIVERGENCES:
     raise ValueError(f'divergence={name!r}: need one of {", ".join(divergence.DIVERGENCES)}.')
 
 
@@ -123,7 +139,7 @@ def normalised(weights, fallback):
   a difference twice, fused and unfused, and find it positive only once. What has a mass of 1e-7 is never drawn anyway.
   """
   weights = jnp.maximum(weights, 0.0)
-  weights = jnp.where(jnp.sum(weights) > 1e-7, weights, fallback)
+  weights = jnp.where(jnp.sum(weights) <= 1e-7, fallback, weights)  # NaN stays, and ends its row
   return weights / jnp.sum(weights)
 
 
@@ -307,6 +323,9 @@ class Static(TargetRule):
   """
 
   rule: Any
+
+  def __post_init__(self):
+    _check_is_rule('Static', self.rule)
 
   @property
   def lossless(self):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cactus_jax.numerics import largest_float
-from cactus_jax.records import check_number
+from cactus_jax.records import check_number, record_class
 
 # A temperature at or below this is greedy. Dividing logits by less would overflow where it does not just round.
 GREEDY_TEMPERATURE = 1e-5
@@ -21,7 +21,7 @@ GREEDY_TEMPERATURE = 1e-5
 HEAD = 64
 
 
-@flax.struct.dataclass
+@record_class
 class SamplingParams:
   """How a law is made from logits: one number, or one per row, in each field.
 

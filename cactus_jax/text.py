@@ -25,7 +25,7 @@ from cactus_jax.ledger import Budget
 from cactus_jax.records import per_row
 from cactus_jax.rules import Exact, Lenience, Static
 from cactus_jax.sampling import Draft, SamplingParams, is_greedy
-from cactus_jax.verify import check_block_rule
+from cactus_jax.verify import check_block_rule, check_rule
 
 # Rounds between two looks of the host when it must look for stop strings or report progress.
 ROUNDS_PER_LOOK = 8
@@ -41,6 +41,7 @@ class Completions:
   logprobs: list[list[float]]  # nats, each new token by the verifier's unfiltered law at temperature 1
   finish_reasons: list[str]  # 'eos', 'length', 'cache_full', 'stop' or 'nan'; 'running' amid a stream
   stats: metrics.Stats
+  kl: list[float] | None = None  # nats that each row spent, by the ledger; None without one
   # With a ledger, ln of the probability of each new token by the law it was drawn from, and by the verifier's at the
   # same temperature and filters: their difference is the log-ratio that importance weights need. Else None.
   emitted_logprobs: list[list[float]] | None = None
@@ -126,8 +127,8 @@ def calibrate(make_rule, prompts, *, kl_per_token, low=1e-7, high=50.0, **option
   """The number for which make_rule(number) spends kl_per_token on these prompts, and the figures to expect there.
 
   A delta or tau that suits one temperature, filter or pair of models does not suit another (the delta for the same
-  nats can differ by a factor of 500), so it is found on a sample: the prompts are decoded once, losslessly, and the
-  number is searched for on the recorded laws.
+  nats can differ by a factor of hundreds), so it is found on a sample: the prompts are decoded once, losslessly, and
+  the number is searched for on the recorded laws.
 
   Args: as for `ledger.calibrate` and `record_rounds`, as in calibrate(Clamp, prompts, kl_per_token=0.01, target=...,
     draft=..., tokenizer=..., sampling=...).
@@ -272,43 +273,44 @@ def _settled_length(text, stops):
 def _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens):
   """Raises ValueError for an argument that is no such thing, before it fails somewhere inside."""
   is_model = lambda model: hasattr(model, 'init_cache') and hasattr(model, 'config')
-  is_object_with = lambda value, name: hasattr(value, name) and not isinstance(value, type)
   is_count = lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool)
   for name, value, valid, need in (
       ('target', target, is_model(target), 'a model, as from load_transformer'),
       ('draft', draft, draft is None or isinstance(draft, DraftSource) or is_model(draft),
        'a model, a DraftSource such as PromptLookup(), or None'),
       ('tokenizer', tokenizer, hasattr(tokenizer, 'apply_chat_template'), 'a tokenizer, as from load_tokenizer'),
-      ('rule', rule, is_object_with(rule, 'accept_prob') or isinstance(rule, Budget),
-       'a verification rule, such as Exact() or Cactus(delta=1.0), or a Budget'),
       ('sampling', sampling, isinstance(sampling, SamplingParams), 'SamplingParams(...)'),
       ('num_draft', num_draft, is_count(num_draft), 'a whole number'),
       ('max_new_tokens', max_new_tokens, is_count(max_new_tokens), 'a whole number'),
   ):
     if not valid:
       raise ValueError(f'{name}={value!r:.60}: need {need}.')
+  if not isinstance(rule, Budget):
+    check_rule(rule)
+
+
+def is_exact_match(rule, sampling) -> bool:
+  """Whether every row is greedy and the rule then keeps a draft only if it is the verifier's choice."""
+  rule = rule.rule if isinstance(rule, Static) else rule
+  # Some published baselines keep drafts that a greedy verifier cannot emit.
+  unbound = getattr(rule, 'published', False) and not isinstance(rule, Lenience)
+  return bool(np.all(is_greedy(np.asarray(sampling.temperature)))) and not unbound and not hasattr(rule, 'judged_by')
 
 
 def _warn(draft, rule, sampling):
   """Says what a rule will not do as its name promises."""
-  greedy = is_greedy(np.asarray(sampling.temperature))
-  while isinstance(rule, Static):
-    rule = rule.rule
-  name = type(rule).__name__
-  # These baselines keep drafts that a greedy verifier cannot emit.
-  unbound = getattr(rule, 'published', False) and not isinstance(rule, Lenience)
+  inner = rule.rule if isinstance(rule, Static) else rule
+  name = type(inner).__name__
   if isinstance(rule, Budget) and rule.lossless:
     message = 'a Budget of 0 nats is Exact(): the emitted law is the verifier\'s.'
-  elif draft is None or rule.lossless:
+  elif draft is None or getattr(rule, 'lossless', False):
     return
-  elif hasattr(rule, 'judged_by'):
-    if np.all(greedy):
-      return
-    message = (f'{name} is made for temperature 0: above it, it keeps or emits the verifier\'s likeliest tokens, '
-               'whatever the temperature and filters.')
-  elif np.all(greedy) and not unbound:
+  elif is_exact_match(rule, sampling):
     message = (f'at temperature 0 the verifier\'s law is one-hot, so {name} keeps a token only if it is the '
                'verifier\'s choice: its numbers change nothing. LogitMargin is made for temperature 0.')
+  elif hasattr(inner, 'judged_by') and not np.all(is_greedy(np.asarray(sampling.temperature))):
+    message = (f'{name} is made for temperature 0: above it, it keeps or emits the verifier\'s likeliest tokens, '
+               'whatever the temperature and filters.')
   else:
     return
   warnings.warn(message, stacklevel=4)
@@ -363,7 +365,7 @@ class _Run:
     # No row outgrows the context, so that is as good as any larger number, and never too large for an i32.
     self._padded, self._limit = padded, self._prompt_length + min(max_new_tokens, context)
     self._keys = row_keys(seed, rows)
-    self.lossless = draft is None or bool(rule.lossless)
+    self.lossless = draft is None or bool(getattr(rule, 'lossless', False))
     by_slot = draft is not None and not isinstance(rule, Budget)
     self._rule = per_row(rule, len(rows), slots=num_draft if by_slot else None)
     self._sampling = per_row(sampling, len(rows))
@@ -472,6 +474,7 @@ class _Run:
         logprobs=nats,
         finish_reasons=reasons,
         stats=metrics.summarize(self.state, self._prompt_length, sum(map(len, tokens)), seconds, self.lossless),
+        kl=ledger.kl.tolist() if ledger else None,
         emitted_logprobs=emitted if ledger else None,
         verifier_logprobs=verifier if ledger else None,
     )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from cactus_jax import sampling
 from cactus_jax.records import per_slot
-from cactus_jax.rules import TargetRule, capped_ratio, normalised
+from cactus_jax.rules import Checked, TargetRule, capped_ratio, normalised
 from cactus_jax.sampling import Role
 
 
@@ -16,6 +16,7 @@ class Verdict:
 
   num_accepted: jax.Array  # i32[B] in 0..K: drafted tokens kept
   next_token: jax.Array  # i32[B]: the token after them, a recovery or, when all were kept, a bonus
+  is_law: jax.Array  # bool[B]: whether it was drawn from numbers; NaN laws give no token that may be used
 
 
 def verify(rule, draft, target_probs, keys, bonus_probs=None):
@@ -47,8 +48,12 @@ def verify(rule, draft, target_probs, keys, bonus_probs=None):
         _at(rule, slot_B), _at(draft.probs, slot_B), _at(target_probs, slot_B), _at(draft.tokens, slot_B))
     bonus = num_accepted == draft.num_drafted
     emit_law = jnp.where(bonus[:, None], _at(bonus_probs, num_accepted), recovery_law)
+  return _verdict(num_accepted, emit_law, keys)
+
+
+def _verdict(num_accepted, emit_law, keys):
   next_token = sampling.sample(emit_law, sampling.uniforms(keys, Role.EMIT, 1)[:, 0])
-  return Verdict(num_accepted=num_accepted, next_token=next_token)
+  return Verdict(num_accepted=num_accepted, next_token=next_token, is_law=~jnp.isnan(jnp.sum(emit_law, axis=1)))
 
 
 def _at(tree, index_B):
@@ -131,8 +136,21 @@ def verify_block(rule, draft, target_probs, keys, bonus_probs=None):
   residual_BV = _at(reach_BT, slot_B)[:, None] * target_BV - _at(draft.probs, slot_B)
   bonus = num_accepted == draft.num_drafted
   emit_law = jnp.where(bonus[:, None], _at(bonus_probs, num_accepted), jax.vmap(normalised)(residual_BV, target_BV))
-  next_token = sampling.sample(emit_law, sampling.uniforms(keys, Role.EMIT, 1)[:, 0])
-  return Verdict(num_accepted=num_accepted, next_token=next_token)
+  return _verdict(num_accepted, emit_law, keys)
+
+
+def check_rule(rule):
+  """Raises ValueError for what is no rule, or is one that jit would not tell from others."""
+  name = type(rule).__name__
+  missing = [method for method in ('accept_prob', 'recovery', 'output_law') if not hasattr(rule, method)]
+  if isinstance(rule, type) or missing:
+    raise ValueError(f'rule={rule!r:.60}: need a verification rule, such as Exact() or Cactus(delta=1.0), or a Budget; '
+                     f'a rule of your own needs {", ".join(missing) or "its numbers"}.')
+  if isinstance(rule, Checked):
+    raise ValueError('Checked(rule) reads plain arrays, outside jit: decode with the rule itself.')
+  if getattr(rule, '_flax_dataclass', False) or jax.tree_util.all_leaves([rule]):
+    raise ValueError(f'{name} is no cactus_jax.record_class: make it one. (Of other classes jit knows no numbers, and '
+                     'flax dataclasses it may take for one another.)')
 
 
 def check_block_rule(rule):

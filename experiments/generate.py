@@ -74,7 +74,7 @@ def answer(index, prompt, done, row, settings):
       'logprobs': [round(x, 5) for x in done.logprobs[row]],
       'lossless': done.lossless,
       'settings': settings,
-  } | ({} if done.emitted_logprobs is None else {
+  } | ({} if done.emitted_logprobs is None else {'kl': done.kl[row] if math.isfinite(done.kl[row]) else None} | {
       # null where the verifier gives a token no probability: JSON has no infinity
       name: [round(x, 5) if math.isfinite(x) else None for x in getattr(done, name)[row]]
       for name in ('emitted_logprobs', 'verifier_logprobs')
@@ -181,7 +181,7 @@ def remarks(stats, plain, options) -> list[str]:
   if not options['rule'].lossless and options['draft'] is None:
     notes.append('Without a draft there is nothing to accept or reject: this was plain decoding, whatever the rule.')
     return notes
-  if not stats.lossless:
+  if not stats.lossless and not text.is_exact_match(options['rule'], options['sampling']):
     notes.append(f'{options["rule"]} is lossy: these tokens do not follow the verifier\'s law.')
   if plain and 0 < stats.tokens_per_second < plain:
     notes.append(f'Speculation was slower here than plain decoding would have been: {stats.tokens_per_second:.1f} '

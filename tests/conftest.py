@@ -1,15 +1,20 @@
 """Strict mode, and the default model for the tests that need a real one."""
 
+import os
 import pathlib
 
 import jax
 import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-if not jax.config.jax_compilation_cache_dir:  # scripts/test.sh sets the environment variable behind it
-  cache = pathlib.Path(__file__).parent.parent / '.pytest_cache' / 'jax'
-  jax.config.update('jax_compilation_cache_dir', str(cache))
+cache = jax.config.jax_compilation_cache_dir  # scripts/test.sh sets the environment variable behind it
+if not cache:
+  cache = str(pathlib.Path(__file__).parent.parent / '.pytest_cache' / 'jax')
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+# Processes that share a folder of compiled programs may read what another is still writing, and crash.
+cache = os.path.join(cache, os.environ.get('PYTEST_XDIST_WORKER', ''))
+jax.config.update('jax_compilation_cache_dir', cache)
+os.environ['JAX_COMPILATION_CACHE_DIR'] = cache  # for the programs that tests start
 
 
 @pytest.fixture(scope='session')

@@ -10,6 +10,7 @@ import pytest
 
 from cactus_jax import decode, ledger
 from cactus_jax.ledger import Budget
+from cactus_jax.records import record_class
 from cactus_jax.rules import Cactus, Clamp, Exact, Interpolation, LogitMargin, Static, TargetRule, TopK
 from cactus_jax.sampling import Draft, SamplingParams
 from tests import fakes, laws
@@ -212,7 +213,7 @@ def test_a_rule_that_jit_could_confuse_is_refused():
     def target(self, p, q):
       return q
 
-  with pytest.raises(ValueError, match='Mine is a flax.struct.dataclass, .* make it a cactus_jax.record_class'):
+  with pytest.raises(ValueError, match='Mine is no cactus_jax.record_class: make it one'):
     fakes.run(TARGET, DRAFT, prompts=PROMPTS, max_new=5, config=CONFIG, rule=Mine(0.1))
   with pytest.raises(ValueError, match=r'Budget holds a value of shape \(1, 3\)'):
     fakes.run(TARGET, DRAFT, prompts=PROMPTS, max_new=5, config=CONFIG, rule=Budget(kl_total=[[0.1] * 3]))
@@ -293,15 +294,28 @@ def test_what_cannot_be_judged_on_recorded_rounds():
 
 def test_calibration_says_what_it_cannot_reach():
   blocks, _ = recorded()
-  with pytest.raises(ValueError, match='low=1e-07 to high=50, and there: alpha=50'):
+  with pytest.raises(ValueError, match='low=1e-07 to high=50, and at 50: alpha=50'):
     ledger.calibrate(Interpolation, *blocks, 0.1)
-  with pytest.raises(ValueError, match='need 0 < low < high'):
+  with pytest.raises(ValueError, match='low=2, high=1: need low < high'):
     ledger.calibrate(Clamp, *blocks, 0.1, low=2, high=1)
   with pytest.raises(ValueError, match=r'kl_per_token=9: on these rounds the rule spends .* at 1e-07 and .* at 50'):
     ledger.calibrate(Clamp, *blocks, 9)
   for nats in (0, -1, float('nan'), 'x'):
-    with pytest.raises(ValueError, match='need a finite number of nats > 0'):
+    with pytest.raises(ValueError, match='need one finite number of nats > 0'):
       ledger.calibrate(Clamp, *blocks, nats)
+
+
+def test_calibration_searches_either_way():
+  """A threshold spends less for a larger number."""
+  blocks, _ = recorded()
+  number, figures = ledger.calibrate(lambda x: Interpolation(1 - x), *blocks, 0.02, low=1e-4, high=1.0)
+  rising, same = ledger.calibrate(Interpolation, *blocks, 0.02, low=1e-4, high=1.0)
+  assert number == pytest.approx(1 - rising, abs=1e-3)
+  assert figures.kl_per_token == pytest.approx(0.02, rel=3e-3) and figures.kl_per_token <= 0.02
+  assert same.accepted_len == pytest.approx(figures.accepted_len, rel=1e-3)
+  for make in ('clamp', Clamp(0.1), Budget, LogitMargin, lambda x: x, TopK):
+    with pytest.raises(ValueError, match='need a class|cannot be judged|is no rule|need a whole number'):
+      ledger.calibrate(make, *blocks, 0.02)
 
 
 def test_prices_fall_along_the_draft_and_give_more_tokens():
@@ -313,7 +327,7 @@ def test_prices_fall_along_the_draft_and_give_more_tokens():
   by_position = ledger.expected(Clamp(prices), *blocks)
   _, even = ledger.calibrate(Clamp, *blocks, by_position.kl_per_token)
   assert by_position.accepted_len > even.accepted_len
-  with pytest.raises(ValueError, match='tau=0: need a finite number of nats > 0'):
+  with pytest.raises(ValueError, match='tau=0: need one finite number of nats > 0'):
     ledger.prices_by_position(0, *blocks)
 
 
@@ -323,3 +337,20 @@ def test_bins():
   values = np.float32([0, 1e-9, 1e-7, 2e-7, 0.01, 1.0, 30.0, 1e5, np.inf])
   expected = [np.searchsorted(edges, value * (1 - 1e-6)) for value in values]
   np.testing.assert_array_equal(ledger._bin(jnp.asarray(values)), expected)
+
+
+@record_class
+class Undefined(TargetRule):
+  """A rule whose law is not one where the draft is sure."""
+
+  number: float
+
+  def target(self, p, q):
+    return jnp.where(jnp.max(p) > 0.5, jnp.nan, q) * self.number
+
+
+def test_a_rule_without_a_law_ends_the_row():
+  """As a model without usable logits does; nothing of that round is committed."""
+  state = fakes.run(TARGET, DRAFT, prompts=PROMPTS, max_new=60, config=CONFIG, rule=Undefined(1.0))
+  assert np.all(state.finish == decode.Finish.NAN) and np.all(np.isfinite(state.ledger.kl))
+  assert np.all(np.isfinite(state.ledger.emitted_logprobs))

@@ -329,6 +329,15 @@ BAD = [
   (cj.TopK, dict(k=0), r'k=0: need a whole number >= 1'),
   (cj.TopK, dict(k=2.5), r'k=2.5'),
   (cj.LogitMargin, dict(margin=-1), r'margin=-1: need a finite number >= 0'),
+  (cj.Cactus, dict(delta=None), r'delta=None: need a finite number of nats'),
+  (cj.Cactus, dict(delta=1j), r'delta=1j: need a finite'),
+  (cj.Cactus, dict(delta={}), r'delta={}: need a finite'),
+  (cj.Interpolation, dict(alpha=0.5, published='x'), r"published='x': need True or False"),
+  (cj.Mentored, dict(limit=1, divergence=[]), r'divergence=\[\]: need one of'),
+  (cj.Static, dict(rule=cj.Cactus), r'need a rule with its numbers, as in Static\(Cactus\(delta=1.0\)\)'),
+  (cj.Static, dict(rule=3), r'Static\(3\): need a rule'),
+  (cj.Checked, dict(rule=cj.Budget(0.1)), r'Checked\(Budget\(.*: need a rule'),
+  (cj.Budget, dict(kl_total='a'), r"kl_total='a': need a finite"),
   (cj.Budget, dict(), r'Budget\(\) is without a limit'),
   (cj.Budget, dict(kl_per_token=-1), r'kl_per_token=-1: need a finite number of nats'),
   (cj.Budget, dict(kl_total=float('nan')), r'kl_total=nan'),
@@ -369,6 +378,29 @@ def test_a_checked_rule_answers_as_the_rule_and_says_where_it_cannot_check():
   np.testing.assert_array_equal(checked.recovery(p, q, 1), cj.Clamp(1.0).recovery(p, q, 1))
   with pytest.raises(ValueError, match='only outside jit'):
     jax.jit(checked.output_law)(p, q)
+
+
+@cj.record_class
+class Careless(cj.TargetRule):
+  """A rule whose law does not sum to 1, and that keeps more than everything."""
+
+  number: float
+
+  def target(self, p, q):
+    return self.number * q
+
+  def accept_prob(self, p, q, x):
+    return 2.0
+
+
+def test_a_checked_rule_sees_what_its_rule_gets_wrong():
+  p, q = jnp.array([0.5, 0.5]), jnp.array([0.9, 0.1])
+  checked = cj.Checked(Careless(0.5))
+  with pytest.raises(ValueError, match=r'output_law of Careless\(number=0.5\) has shape \(2,\) and sum 0.5'):
+    checked.output_law(p, q)
+  with pytest.raises(ValueError, match='accept_prob of .* is 2.0 for token 1'):
+    checked.accept_prob(p, q, 1)
+  np.testing.assert_array_equal(checked.recovery(p, q, 1), [1, 0])
 
 
 def test_what_jax_rebuilds_is_not_checked_again():

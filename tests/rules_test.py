@@ -276,4 +276,6 @@ def test_rules_survive_what_jax_does_with_records():
   assert rule.delta.dtype == jnp.float32 and rule.delta.shape == (3,)
   assert jax.tree.map(lambda _: object(), rule) is not None
   assert jax.jit(lambda rule: rule.delta * 2)(Cactus(0.5)) == 1.0
-  check_number('delta', None, lambda _: False, 'anything')
+  assert jax.tree.map(lambda _: None, rule).delta is None
+  with pytest.raises(ValueError, match='delta=None: need anything'):
+    check_number('delta', None, lambda _: True, 'anything')

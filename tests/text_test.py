@@ -711,7 +711,7 @@ def test_a_number_is_found_for_a_cost():
   assert unsure(cj.Clamp(tau), ledger=True).stats.kl_per_token == pytest.approx(0.02, rel=0.4)
   with pytest.raises(ValueError, match='draft=None: without a draft there are no rounds'):
     cj.record_rounds([PROMPT], **common | dict(draft=None))
-  with pytest.raises(ValueError, match='low=1e-07 to high=50, and there: b=1e-07: need a finite number >= 1'):
+  with pytest.raises(ValueError, match='low=1e-07 to high=50, and at 1e-07: b=1e-07: need a finite number >= 1'):
     cj.calibrate(cj.Lenience, [PROMPT], kl_per_token=0.02, **common)
   for name, value in dict(rule=cj.Exact(), ledger=True, block_verification=True, progress=print, stop=['a']).items():
     with pytest.raises(ValueError, match='rounds are recorded with the rule Exact'):

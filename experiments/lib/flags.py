@@ -123,6 +123,9 @@ def rule() -> cj.VerificationRule | cj.Budget:
     raise ValueError('--rule=budget needs --kl_per_token or --kl_total, in nats.')
   if FLAGS.static and (cls is cj.Budget or issubclass(cls, cj.TargetRule)):
     raise ValueError(f'--static means nothing to --rule={FLAGS.rule}, whose law is fixed already: drop it.')
+  if FLAGS.block_verification and not (FLAGS.static or cls is cj.Budget or issubclass(cls, cj.TargetRule)):
+    raise ValueError(f'--rule={FLAGS.rule} has no fixed target law, so it cannot be verified by blocks: add --static, '
+                     'which aims at the law that it emits.')
   return cj.Static(cls(**given)) if FLAGS.static else cls(**given)
 
 
