@@ -1,20 +1,29 @@
 """Strict mode, and the default model for the tests that need a real one."""
 
-import os
 import pathlib
 
 import jax
 import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-cache = jax.config.jax_compilation_cache_dir  # scripts/test.sh sets the environment variable behind it
-if not cache:
-  cache = str(pathlib.Path(__file__).parent.parent / '.pytest_cache' / 'jax')
+if not jax.config.jax_compilation_cache_dir:  # scripts/test.sh sets the environment variable behind it
+  cache = pathlib.Path(__file__).parent.parent / '.pytest_cache' / 'jax'
+  jax.config.update('jax_compilation_cache_dir', str(cache))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
-# Processes that share a folder of compiled programs may read what another is still writing, and crash.
-cache = os.path.join(cache, os.environ.get('PYTEST_XDIST_WORKER', ''))
-jax.config.update('jax_compilation_cache_dir', cache)
-os.environ['JAX_COMPILATION_CACHE_DIR'] = cache  # for the programs that tests start
+
+MAPS = pathlib.Path('/proc/self/maps')
+MANY_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+  """Lets go of compiled programs before they are too many.
+
+  Each takes some twenty memory maps, of which Linux gives a process 65,530; the next program then crashes it.
+  """
+  yield
+  if MAPS.exists() and MAPS.read_bytes().count(b'\n') > MANY_MAPS:
+    jax.clear_caches()
 
 
 @pytest.fixture(scope='session')
