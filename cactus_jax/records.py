@@ -10,9 +10,9 @@ import numpy as np
 def record_class(cls):
   """Makes a class a frozen dataclass and a pytree: its fields are leaves, or subtrees, unless they are `static`.
 
-  For classes that stand in for one another, as rules do. Not flax.struct.dataclass: jaxlib (0.10 to 0.12) holds the tree
-  structures of two such classes with the same fields for equal, so jit now and then takes the program of one for the
-  other's.
+  For classes that stand in for one another, as rules do. Not flax.struct.dataclass: jaxlib (0.10 to 0.12) holds the
+  tree structures of two such classes with the same fields for equal, so jit now and then takes the program of one for
+  the other's.
   """
   check = getattr(cls, '__post_init__', lambda self: None)
 
