@@ -22,7 +22,7 @@ from cactus_jax import sampling as sampling_lib
 from cactus_jax.drafts import DraftSource
 from cactus_jax.ledger import Budget, Ledger
 from cactus_jax.records import per_row
-from cactus_jax.sampling import Draft, Role, to_probs, uniforms
+from cactus_jax.sampling import Draft, Role, at_tokens, to_probs, uniforms
 from cactus_jax.verify import Verdict, check_block_rule, check_rule, verify, verify_block
 
 # Prompts are read in pieces of this many tokens, which bounds the attention scores held at once.
@@ -278,7 +278,7 @@ def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
   from_draft_BT = kept_BT & (slot_1T < accepted_B1)
   where_BT = jnp.where(kept_BT, state.length[:, None] + slot_1T, S)
   put = lambda into_BS, what_BT: into_BS.at[jnp.arange(B)[:, None], where_BT].set(what_BT, mode='drop')
-  logits_BT = jnp.take_along_axis(logits_BTV, block_BT[..., None], axis=2)[..., 0].astype(jnp.float32)
+  logits_BT = at_tokens(logits_BTV, block_BT).astype(jnp.float32)
   logprobs_BT = logits_BT - jax.nn.logsumexp(logits_BTV.astype(jnp.float32), axis=-1)
 
   finish_B = jnp.select(
@@ -311,20 +311,20 @@ def decode_step(target, draft, rule, sampling, state, config) -> tuple[DecodeSta
     numbers or one value per row; state from `prefill`.
   Returns: the new state, and what the round saw.
   """
-  rule, sampling = _settled(rule, sampling, state, draft, config)
+  rule, sampling = settled(rule, sampling, state.length.shape[0], draft, config)
   return _decode_step(target, draft, rule, sampling, state, config)
 
 
-def _settled(rule, sampling, state, draft, config):
+def settled(rule, sampling, batch, draft, config):
   """Rule and sampling with strongly typed leaves. Raises ValueError for a rule that this decoder cannot serve."""
-  batch, is_budget = state.length.shape[0], isinstance(rule, Budget)
-  if not is_budget:
-    check_rule(rule)
-  if is_budget and state.ledger is None:
-    raise ValueError('a Budget steers by what it has spent: set ledger=True in DecodeConfig.')
-  if config.block_verification and not is_budget:
+  if isinstance(rule, Budget):
+    if not config.ledger:
+      raise ValueError('a Budget steers by what it has spent: set ledger=True in DecodeConfig.')
+    return per_row(rule, batch), per_row(sampling, batch)
+  check_rule(rule)
+  if config.block_verification:
     check_block_rule(rule)
-  return per_row(rule, batch, slots=None if is_budget else _num_draft(draft, config)), per_row(sampling, batch)
+  return per_row(rule, batch, slots=_num_draft(draft, config)), per_row(sampling, batch)
 
 
 @functools.partial(jax.jit, static_argnames='config')
@@ -355,7 +355,7 @@ def generate(target, draft, rule, sampling, state, config, max_rounds=None) -> D
   The bound is a traced number: the same compiled loop gives the whole text, or a few rounds at a time for a host that
   streams, shows progress or looks for stop strings. `state` is donated: use the one that is returned.
   """
-  rule, sampling = _settled(rule, sampling, state, draft, config)
+  rule, sampling = settled(rule, sampling, state.length.shape[0], draft, config)
   rounds = jnp.asarray(jnp.iinfo(jnp.int32).max if max_rounds is None else max_rounds, jnp.int32)
   return _generate(target, draft, rule, sampling, state, rounds, config)
 

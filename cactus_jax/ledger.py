@@ -16,6 +16,7 @@ import numpy as np
 from cactus_jax import divergence
 from cactus_jax.records import check_number, per_row, per_slot, record_class
 from cactus_jax.rules import Clamp, Exact
+from cactus_jax.sampling import at_tokens
 
 # The histogram of KL a position: bin 0 below SMALLEST, then so many bins for each factor of 10; the last is open.
 SMALLEST, BINS_PER_DECADE, NUM_BINS = 1e-7, 12, 110
@@ -74,7 +75,7 @@ def charge(rule, draft, target_probs, judged_probs) -> Charges:
   B, K = draft.tokens.shape
   if not K or getattr(rule, 'lossless', False):
     nothing = jnp.zeros((B, K))
-    return Charges(nothing, nothing, jnp.take_along_axis(target_probs[:, :K], draft.tokens[..., None], axis=2)[..., 0])
+    return Charges(nothing, nothing, at_tokens(target_probs[:, :K], draft.tokens))
   rule = per_slot(rule, K)
 
   def of_position(index):
@@ -99,7 +100,7 @@ def record(ledger, rule, charges, draft, target_probs, judged_probs, block_BT, k
   K, rows_B = T - 1, jnp.arange(B)
   decided_BK = (kept_BT & (jnp.arange(T)[None] < draft.num_drafted[:, None]))[:, :K]
   spent = lambda nats_BK: jnp.sum(jnp.where(decided_BK, nats_BK, 0.0), axis=1)
-  verifier_BT = jnp.take_along_axis(target_probs, block_BT[..., None], axis=2)[..., 0]
+  verifier_BT = at_tokens(target_probs, block_BT)
   emitted_BT = verifier_BT
   if K:
     emitted_BT = emitted_BT.at[:, :K].set(jnp.where(decided_BK, charges.emitted, verifier_BT[:, :K]))

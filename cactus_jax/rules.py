@@ -50,6 +50,9 @@ class VerificationRule(Protocol):
     """f32[V]: exact law of the emitted token, over the draw of x ~ p, its acceptance and its recovery."""
 
 
+METHODS = ('accept_prob', 'recovery', 'output_law')  # what a rule must have
+
+
 def check_laws(p, q):
   """Raises ValueError unless p and q are laws to within 1e-3: concrete f32[V], none negative, each summing to 1."""
   for name, law in (('p, the draft\'s law,', p), ('q, the verifier\'s law,', q)):
@@ -64,7 +67,7 @@ def check_laws(p, q):
 
 
 def _check_is_rule(holder, rule):
-  if isinstance(rule, type) or not all(hasattr(rule, name) for name in ('accept_prob', 'recovery', 'output_law')):
+  if isinstance(rule, type) or not all(hasattr(rule, name) for name in METHODS):
     raise ValueError(f'{holder}({rule!r:.60}): need a rule with its numbers, as in {holder}(Cactus(delta=1.0)).')
 
 

@@ -52,6 +52,11 @@ class Draft:
   num_drafted: jax.Array  # i32[B] in 0..K: how many of the K are proposals, the rest is padding
 
 
+def at_tokens(laws, tokens):
+  """The entry of each token in its law, [B, T]. laws: [B, T, V], or logits; tokens: i32[B, T]."""
+  return jnp.take_along_axis(laws, tokens[..., None], axis=2)[..., 0]
+
+
 def is_greedy(temperature):
   """Whether a temperature means "the most likely token": one definition for everyone."""
   return temperature <= GREEDY_TEMPERATURE

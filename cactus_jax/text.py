@@ -22,10 +22,8 @@ from cactus_jax import ledger as ledger_lib
 from cactus_jax.decode import DecodeConfig, Finish
 from cactus_jax.drafts import DraftSource
 from cactus_jax.ledger import Budget
-from cactus_jax.records import per_row
 from cactus_jax.rules import Exact, Lenience, Static
 from cactus_jax.sampling import Draft, SamplingParams, is_greedy
-from cactus_jax.verify import check_block_rule, check_rule
 
 # Rounds between two looks of the host when it must look for stop strings or report progress.
 ROUNDS_PER_LOOK = 8
@@ -270,8 +268,11 @@ def _settled_length(text, stops):
   return settled - max(begins, default=0)
 
 
-def _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens):
-  """Raises ValueError for an argument that is no such thing, before it fails somewhere inside."""
+def _check_kinds(target, tokenizer, draft, sampling, num_draft, max_new_tokens):
+  """Raises ValueError for an argument that is no such thing, before it fails somewhere inside.
+
+  (Rules are checked by the decoder, `decode.settled`.)
+  """
   is_model = lambda model: hasattr(model, 'init_cache') and hasattr(model, 'config')
   is_count = lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool)
   for name, value, valid, need in (
@@ -285,8 +286,6 @@ def _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_to
   ):
     if not valid:
       raise ValueError(f'{name}={value!r:.60}: need {need}.')
-  if not isinstance(rule, Budget):
-    check_rule(rule)
 
 
 def is_exact_match(rule, sampling) -> bool:
@@ -321,7 +320,7 @@ class _Run:
 
   def __init__(self, prompts, *, target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens, stop, seed, raw,
                draft_tokenizer, ledger, block_verification):
-    _check_kinds(target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens)
+    _check_kinds(target, tokenizer, draft, sampling, num_draft, max_new_tokens)
     self._models = target, draft
     self._tokenizer = tokenizer
     self.stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -366,11 +365,7 @@ class _Run:
     self._padded, self._limit = padded, self._prompt_length + min(max_new_tokens, context)
     self._keys = row_keys(seed, rows)
     self.lossless = draft is None or bool(getattr(rule, 'lossless', False))
-    by_slot = draft is not None and not isinstance(rule, Budget)
-    self._rule = per_row(rule, len(rows), slots=num_draft if by_slot else None)
-    self._sampling = per_row(sampling, len(rows))
-    if block_verification and not isinstance(rule, Budget):
-      check_block_rule(rule)
+    self._rule, self._sampling = decode.settled(rule, sampling, len(rows), draft, self.config)
     _warn(draft, rule, sampling)
     self.state = None  # before the first round
 

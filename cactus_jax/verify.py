@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from cactus_jax import sampling
 from cactus_jax.records import per_slot
-from cactus_jax.rules import Checked, TargetRule, capped_ratio, normalised
-from cactus_jax.sampling import Role
+from cactus_jax.rules import METHODS, Checked, TargetRule, capped_ratio, normalised
+from cactus_jax.sampling import Role, at_tokens
 
 
 @flax.struct.dataclass
@@ -67,9 +67,9 @@ def _accepted(rule, draft, target_probs, uniform_BK):
   K = draft.tokens.shape[1]
   drafted_BK = jnp.arange(K)[None] < draft.num_drafted[:, None]
   if hasattr(rule, 'accept_bounds'):
-    of_tokens = lambda laws: jnp.take_along_axis(laws, draft.tokens[..., None], axis=2)[..., 0]
     bounds = jax.vmap(jax.vmap(type(rule).accept_bounds))
-    low_BK, high_BK = bounds(rule, of_tokens(draft.probs), of_tokens(target_probs[:, :K]))
+    low_BK, high_BK = bounds(
+        rule, at_tokens(draft.probs, draft.tokens), at_tokens(target_probs[:, :K], draft.tokens))
   else:
     low_BK, high_BK = jnp.zeros_like(uniform_BK), jnp.ones_like(uniform_BK)
   # Strict: probability 0 is never accepted. (A NaN is neither below nor above: such a token is rejected.)
@@ -112,8 +112,7 @@ def verify_block(rule, draft, target_probs, keys, bonus_probs=None):
   rule = per_slot(rule, K)
   bonus_probs = target_probs if bonus_probs is None else bonus_probs
   target_BKV = jax.vmap(jax.vmap(type(rule).target))(rule, draft.probs, target_probs[:, :K])
-  of_tokens = lambda laws: jnp.take_along_axis(laws, draft.tokens[..., None], axis=2)[..., 0]
-  target_BK, probs_BK = of_tokens(target_BKV), of_tokens(draft.probs)
+  target_BK, probs_BK = at_tokens(target_BKV, draft.tokens), at_tokens(draft.probs, draft.tokens)
 
   def extend(reach_B, cell):
     # The probability that the drafts so far are kept, as far as their ratios say: min(1, reach * t / p).
@@ -142,7 +141,7 @@ def verify_block(rule, draft, target_probs, keys, bonus_probs=None):
 def check_rule(rule):
   """Raises ValueError for what is no rule, or is one that jit would not tell from others."""
   name = type(rule).__name__
-  missing = [method for method in ('accept_prob', 'recovery', 'output_law') if not hasattr(rule, method)]
+  missing = [method for method in METHODS if not hasattr(rule, method)]
   if isinstance(rule, type) or missing:
     raise ValueError(f'rule={rule!r:.60}: need a verification rule, such as Exact() or Cactus(delta=1.0), or a Budget; '
                      f'a rule of your own needs {", ".join(missing) or "its numbers"}.')

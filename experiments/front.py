@@ -182,8 +182,7 @@ def read_laws(path, settings):
 
 def check_same(path, theirs, ours, flag):
   """Raises ValueError if what a file was made with is not what is wanted here."""
-  other = [f'{name} is {theirs.get(name)!r} there and {value!r} here' for name, value in ours.items()
-           if theirs.get(name) != value]
+  other = record.differences(theirs, ours)
   if other:
     raise ValueError(f'{path} was made with other settings ({"; ".join(other)}): choose another {flag}.')
 

@@ -127,8 +127,7 @@ def open_output(prompts, settings):
     theirs = row.get('settings')
     if not isinstance(theirs, dict):
       raise ValueError(f'{_OUTPUT.value} holds rows that are no answers: choose another --output.')
-    other = [f'{name} is {theirs.get(name)!r} there and {ours!r} here' for name, ours in settings.items()
-             if theirs.get(name) != ours]
+    other = record.differences(theirs, settings)
     if other:
       raise ValueError(f'{_OUTPUT.value} holds answers of other settings ({"; ".join(other)}): choose another '
                        '--output.')

@@ -1,5 +1,7 @@
 """Verification of a block against a plain loop over one row, and against its enumerated law."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,23 +199,13 @@ def test_a_number_for_each_drafted_position():
 # Blocks of several tokens judged together.
 
 
-@jax.jit
-def block_verdict(rule, p, q, keys):
-  """As `random_blocks`, verified as a block."""
-  each_row = lambda x: jnp.broadcast_to(x[None], (BLOCK_ROWS, *x.shape))
-  uniform = sampling.uniforms(keys, Role.DRAFT, p.shape[0])
-  tokens = jnp.stack([sampling.sample(each_row(law), uniform[:, i]) for i, law in enumerate(p)], axis=1)
-  draft = Draft(tokens=tokens, probs=each_row(p), num_drafted=jnp.full(BLOCK_ROWS, p.shape[0]))
-  return tokens, verify_block(rule, draft, each_row(q), keys)
-
-
 def test_the_toy_of_block_verification():
   """p = (2/3, 1/3), q = (1/3, 2/3), two tokens: 11/9 are kept on average, token by token 10/9."""
   p, q = np.tile(np.float32([2 / 3, 1 / 3]), (2, 1)), np.tile(np.float32([1 / 3, 2 / 3]), (3, 1))
   keys = jax.random.split(jax.random.key(1), BLOCK_ROWS)
   rule = per_row(Exact(), BLOCK_ROWS)
   error = 5 / np.sqrt(BLOCK_ROWS)
-  tokens, verdict = block_verdict(rule, p, q, keys)
+  _, verdict = random_blocks(rule, p, q, keys, judge=verify_block)
   assert np.mean(verdict.num_accepted) == pytest.approx(11 / 9, abs=error)
   assert np.mean(random_blocks(rule, p, q, keys)[1].num_accepted) == pytest.approx(10 / 9, abs=error)
   q_VVV, p_VVV = np.tile([1 / 3, 2 / 3], (2, 2, 1)), np.tile([2 / 3, 1 / 3], (2, 2, 1))
@@ -246,14 +238,14 @@ def test_block_verification_is_refused_for_rules_that_look_at_the_token():
 BLOCK_ROWS = 60_000
 
 
-@jax.jit
-def random_blocks(rule, p, q, keys):
+@functools.partial(jax.jit, static_argnames='judge')
+def random_blocks(rule, p, q, keys, judge=verify):
   """The tokens drafted and the verdict where every row has the same laws p f32[K, V] and q f32[K + 1, V]."""
   each_row = lambda x: jnp.broadcast_to(x[None], (BLOCK_ROWS, *x.shape))
   uniform = sampling.uniforms(keys, Role.DRAFT, p.shape[0])
   tokens = jnp.stack([sampling.sample(each_row(law), uniform[:, i]) for i, law in enumerate(p)], axis=1)
   draft = Draft(tokens=tokens, probs=each_row(p), num_drafted=jnp.full(BLOCK_ROWS, p.shape[0]))
-  return tokens, verify(rule, draft, each_row(q), keys)
+  return tokens, judge(rule, draft, each_row(q), keys)
 
 
 @pytest.mark.parametrize('delta', [0.0, 0.05], ids=str)
