@@ -114,7 +114,7 @@ def _floor(weights_BTV, params):
     # top-p needs the mass that top-k has left: all of it in sight, with the ties of the k-th, or top-k off.
     all_seen = (top_k <= width) & ((head_BTH[..., -1] < kth) | (kth <= 0) | (width == V))
     found = jnp.where(top_p < 1, all_seen | ((top_k >= V) & (short < width)), (top_k <= width) | (top_k >= V))
-    searched = jax.lax.cond(jnp.all(found), lambda _: floor, lambda _: _search_floor(weights_BTV, top_k, top_p), None)
+    searched = jax.lax.cond(jnp.all(found), lambda _: floor, lambda _: jax.named_call(_search_floor, name='fallback')(weights_BTV, top_k, top_p), None)
     return jnp.where(found, floor, searched)
 
   anything = jnp.any((params.top_k > 0) | (params.top_p < 1))

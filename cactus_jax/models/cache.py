@@ -4,6 +4,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from cactus_jax import sharding
+
+AXES = ('batch', 'heads', None, None)  # of [B, G, S, H]
+
 
 @flax.struct.dataclass
 class KVCache:
@@ -13,16 +17,17 @@ class KVCache:
   v: tuple[jax.Array, ...]
 
 
-def init(config, batch, length, dtype):
+def init(config, batch, length, dtype, mesh=None):
   """An empty cache of `length` slots a row."""
   shape = (batch, config.num_kv_heads, length, config.head_dim)
-  zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+  zeros = lambda: tuple(sharding.constrain(jnp.zeros(shape, dtype), mesh, *AXES) for _ in range(config.num_layers))
   return KVCache(k=zeros(), v=zeros())
 
 
-def write(cache_BGSH, new_BTGH, positions_BT):
+def write(cache_BGSH, new_BTGH, positions_BT, mesh=None):
   """The cache with each row's T new entries at that row's own positions; a position beyond the end is dropped."""
   B, G = cache_BGSH.shape[:2]
   rows_B11, heads_1G1 = jnp.arange(B)[:, None, None], jnp.arange(G)[None, :, None]
   new_BGTH = new_BTGH.swapaxes(1, 2).astype(cache_BGSH.dtype)
-  return cache_BGSH.at[rows_B11, heads_1G1, positions_BT[:, None]].set(new_BGTH, mode='drop')
+  written = cache_BGSH.at[rows_B11, heads_1G1, positions_BT[:, None]].set(new_BGTH, mode='drop')
+  return sharding.constrain(written, mesh, *AXES)

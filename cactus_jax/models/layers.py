@@ -6,9 +6,28 @@ import jax.numpy as jnp
 
 def matmul(x_BTD, weight_DF):
   """x @ weight."""
-  if x_BTD.shape[0] * x_BTD.shape[1] > 1 or weight_DF.shape[0] % 4:
+  if x_BTD.shape[0] * x_BTD.shape[1] > 1:
     return x_BTD @ weight_DF
-  return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=_matvec_in_quarters, default=jnp.matmul)
+  on_cpu = jnp.matmul if weight_DF.shape[0] % 4 else _matvec_in_quarters
+  return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=on_cpu, tpu=_matvec_as_rows, default=jnp.matmul)
+
+
+def logits(x_BTD, head_VD):
+  """x @ head.T, f32[B, T, V]."""
+  product = lambda x_BTD, head_VD: jnp.einsum('BTD,VD->BTV', x_BTD, head_VD, preferred_element_type=jnp.float32)
+  if x_BTD.shape[0] * x_BTD.shape[1] > 1:
+    return product(x_BTD, head_VD)
+  as_rows = lambda x_11D, head_VD: product(jnp.pad(x_11D, ((0, 0), (0, 7), (0, 0))), head_VD)[:, :1]
+  return jax.lax.platform_dependent(x_BTD, head_VD, tpu=as_rows, default=product)
+
+
+def _matvec_as_rows(x_11D, weight_DF):
+  """The product with a single token as one with eight rows, seven of them zero.
+
+  XLA's TPU backend takes a product with one vector from the matrix unit and gives it to the vector unit, which needs
+  three times as long as reading the weights takes.
+  """
+  return (jnp.pad(x_11D, ((0, 0), (0, 7), (0, 0))) @ weight_DF)[:, :1]
 
 
 def _matvec_in_quarters(x_11D, weight_DF):
@@ -45,12 +64,15 @@ def rope(x_BTGRH, cos, sin):
   return rotated.astype(x_BTGRH.dtype)
 
 
-def attention(q_BTGRH, k_BGSH, v_BGSH, positions_BT):
-  """Causal attention of T new tokens over a cache of S slots; slot s holds the key of absolute position s.
+def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT):
+  """Causal attention of T new tokens over themselves and a cache of S slots; slot s holds the key of position s.
 
-  The mask on absolute positions is the whole rule of validity: a slot beyond the query's own position is never
-  seen, whatever number it holds, so moving a row's length back is a complete rollback. R query heads share a key head.
+  The cache is as it was before these tokens: of it a row sees the slots before its first new position, whatever stands
+  in the others, so moving a row's length back is a complete rollback. R query heads share a key head. (To write first
+  and to attend to the cache alone is the same mathematics, but makes XLA's TPU backend bring every cache to VMEM, write
+  there, and carry all of it back.)
 
+  Args: q, k, v of the new tokens, at consecutive positions in each row; the cache; positions_BT i32[B, T].
   Returns: [B, T, G*R*H].
   """
   B, T, G, R, H = q_BTGRH.shape
@@ -59,11 +81,20 @@ def attention(q_BTGRH, k_BGSH, v_BGSH, positions_BT):
   # the same product takes twice as long on a CPU.
   batch = ((0, 1), (0, 1))
   q_BGQH = q_BTGRH.swapaxes(1, 2).reshape(B, G, T * R, H)
-  scores = jax.lax.dot_general(q_BGQH, k_BGSH, (((3,), (3,)), batch), preferred_element_type=jnp.float32) * H**-0.5
-  seen_BTS = jnp.arange(S)[None, None] <= positions_BT[..., None]
-  seen_BQS = jnp.repeat(seen_BTS, R, axis=1)
-  weights = jax.nn.softmax(jnp.where(seen_BQS[:, None], scores, -jnp.inf), axis=-1).astype(v_BGSH.dtype)
-  out_BGQH = jax.lax.dot_general(weights, v_BGSH, (((3,), (2,)), batch))
+
+  def scores(k_BGSH, seen_BTS):
+    scores_BGQS = jax.lax.dot_general(
+        q_BGQH, k_BGSH, (((3,), (3,)), batch), preferred_element_type=jnp.float32) * H**-0.5
+    return jnp.where(jnp.repeat(seen_BTS, R, axis=1)[:, None], scores_BGQS, -jnp.inf)
+
+  old_BGQS = scores(k_BGSH, jnp.broadcast_to(jnp.arange(S)[None, None] < positions_BT[:, :1, None], (B, T, S)))
+  new_BGQT = scores(k_BTGH.swapaxes(1, 2), positions_BT[:, None] <= positions_BT[..., None])
+  peak = jnp.maximum(jnp.max(old_BGQS, axis=-1, keepdims=True), jnp.max(new_BGQT, axis=-1, keepdims=True))
+  old_BGQS, new_BGQT = jnp.exp(old_BGQS - peak), jnp.exp(new_BGQT - peak)
+  mass = jnp.sum(old_BGQS, axis=-1, keepdims=True) + jnp.sum(new_BGQT, axis=-1, keepdims=True)
+  values = lambda weights, v_BGSH: jax.lax.dot_general(
+      weights.astype(v_BGSH.dtype), v_BGSH, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
+  out_BGQH = ((values(old_BGQS, v_BGSH) + values(new_BGQT, v_BTGH.swapaxes(1, 2))) / mass).astype(v_BGSH.dtype)
   return out_BGQH.reshape(B, G, T, R * H).swapaxes(1, 2).reshape(B, T, -1)
 
 

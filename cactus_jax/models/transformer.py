@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from cactus_jax import sharding
 from cactus_jax.models import cache as kv
 from cactus_jax.models import layers
 from cactus_jax.models.config import ModelConfig
@@ -92,6 +93,7 @@ class Transformer:
 
   params: Params
   config: ModelConfig = flax.struct.field(pytree_node=False)
+  mesh: jax.sharding.Mesh | None = flax.struct.field(pytree_node=False, default=None)  # of its weights
 
   def __call__(self, tokens_BT, positions_BT, cache):
     """Logits of the next token after each of T tokens, and the cache with those tokens in it.
@@ -102,11 +104,11 @@ class Transformer:
       cache: `KVCache` whose slots before each row's first position are valid.
     Returns: f32[B, T, V] and the new cache.
     """
-    return forward(self.params, self.config, tokens_BT, positions_BT, cache)
+    return forward(self.params, self.config, tokens_BT, positions_BT, cache, self.mesh)
 
   def init_cache(self, batch, length):
     """An empty cache in the dtype of the weights."""
-    return kv.init(self.config, batch, length, self.params.embed.dtype)
+    return kv.init(self.config, batch, length, self.params.embed.dtype, self.mesh)
 
   def early_exit(self, num_layers):
     """The draft made of this model's first `num_layers` layers with its own norm and head; weights are shared.
@@ -121,28 +123,33 @@ class Transformer:
     return Transformer(
         params=self.params.replace(layers=self.params.layers[:num_layers]),
         config=dataclasses.replace(self.config, num_layers=num_layers),
+        mesh=self.mesh,
     )
 
 
-def forward(params, config, tokens_BT, positions_BT, cache):
+def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
   """One pass over T new tokens a row; see `Transformer.__call__`."""
   B, T = tokens_BT.shape
   R = config.num_heads // config.num_kv_heads
   cos, sin = layers.rope_angles(positions_BT, config.head_dim, config.rope_theta)
-  x_BTD = params.embed[tokens_BT]
+  whole = lambda x_BTD: sharding.constrain(x_BTD, mesh, 'batch', None, None)
+  x_BTD = whole(params.embed[tokens_BT])
   new_k, new_v = [], []
   for layer, k_BGSH, v_BGSH in zip(params.layers, cache.k, cache.v, strict=True):
     h_BTD = layers.rms_norm(x_BTD, layer.attn_norm, config.norm_eps)
-    qkv = layers.matmul(h_BTD, layer.qkv).reshape(B, T, config.num_kv_heads, R + 2, config.head_dim)
+    qkv = jax.lax.optimization_barrier(layers.matmul(h_BTD, layer.qkv)).reshape(B, T, config.num_kv_heads, R + 2, config.head_dim)
     qk = layers.rope(qkv[:, :, :, : R + 1], cos, sin)
-    k_BGSH = kv.write(k_BGSH, qk[:, :, :, R], positions_BT)
-    v_BGSH = kv.write(v_BGSH, qkv[:, :, :, R + 1], positions_BT)
-    x_BTD += layers.matmul(layers.attention(qk[:, :, :, :R], k_BGSH, v_BGSH, positions_BT), layer.o)
+    k_BTGH, v_BTGH = qk[:, :, :, R], qkv[:, :, :, R + 1]
+    attended_BTN = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT)
+    x_BTD += layers.matmul(attended_BTN, layer.o)
+    x_BTD = whole(x_BTD)
     h_BTD = layers.rms_norm(x_BTD, layer.mlp_norm, config.norm_eps)
     x_BTD += layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down)
-    new_k.append(k_BGSH)
-    new_v.append(v_BGSH)
+    x_BTD = whole(x_BTD)
+    new_k.append(kv.write(k_BGSH, k_BTGH, positions_BT, mesh))
+    new_v.append(kv.write(v_BGSH, v_BTGH, positions_BT, mesh))
   x_BTD = layers.rms_norm(x_BTD, params.final_norm, config.norm_eps)
   head_VD = params.embed if params.head is None else params.head
-  logits_BTV = jnp.einsum('BTD,VD->BTV', x_BTD, head_VD, preferred_element_type=jnp.float32)
+  logits_BTV = layers.logits(x_BTD, head_VD)
+  logits_BTV = sharding.by_row(sharding.constrain(logits_BTV, mesh, 'batch', None, 'vocab'), mesh)
   return logits_BTV, kv.KVCache(k=tuple(new_k), v=tuple(new_v))

@@ -1,0 +1,78 @@
+"""Where arrays live: the mesh, and the one table from logical axes to its axes.
+
+A program is written for whole arrays. `jax.jit` splits it over the devices of a mesh by the shardings of what goes in
+and by the constraints a model puts on what it makes. Mesh axes: `data` splits rows, `model` heads, mlp, and vocabulary,
+`fsdp` rows too, and of the weights the axis that `model` leaves whole.
+"""
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+# Logical axis -> mesh axes. What is not here is never split. An axis whose size the mesh axes do not divide is whole on
+# every device.
+AXES = {
+    'batch': ('data', 'fsdp'),
+    'vocab': ('model',),
+    'heads': ('model',),
+    'mlp': ('model',),
+    'embed': ('fsdp',),  # of weights; activations are whole
+}
+
+
+def make_mesh(data=1, model=1, fsdp=1, devices=None) -> Mesh:
+  """The mesh of all devices (or those given), in an order in which neighbours on `model` are close.
+
+  Axes are Auto: XLA chooses the shardings between those declared. Raises ValueError unless data * fsdp * model is the
+  number of devices.
+  """
+  devices = jax.devices() if devices is None else list(devices)
+  for name, size in (('data', data), ('fsdp', fsdp), ('model', model)):
+    if type(size) is not int or size < 1:
+      raise ValueError(f'{name}={size!r}: need a whole number of at least 1.')
+  if data * fsdp * model != len(devices):
+    raise ValueError(f'data={data} x fsdp={fsdp} x model={model} is {data * fsdp * model}, but there are {len(devices)} '
+                     f'devices: choose sizes whose product is {len(devices)}.')
+  return jax.make_mesh((data, fsdp, model), ('data', 'fsdp', 'model'), axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def narrow(mesh, model) -> Mesh:
+  """The same devices, in the same order, with fewer of them sharing a model: `model` of them, and copies of it.
+
+  For a draft too small for all devices: each group of `model` neighbours drafts for itself, and all come to the same.
+  """
+  width = mesh.shape['model']
+  if type(model) is not int or model < 1 or width % model:
+    raise ValueError(f'model={model!r}: the draft can share the {width} devices of the model axis in groups of '
+                     f'{", ".join(str(n) for n in range(1, width + 1) if width % n == 0)}.')
+  devices = mesh.devices.reshape(*mesh.devices.shape[:-1], width // model, model)
+  return Mesh(devices, (*mesh.axis_names[:-1], 'replica', 'model'), axis_types=(AxisType.Auto,) * (len(mesh.shape) + 1))
+
+
+def sharding_of(mesh, axes, shape) -> NamedSharding:
+  """The sharding of an array with these logical axes."""
+  spec = []
+  for axis, size in zip(axes, shape, strict=True):
+    names = tuple(name for name in AXES.get(axis, ()) if mesh.shape[name] > 1)
+    spec.append(names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None)
+  return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def constrain(x, mesh, *axes):
+  """x, split as its logical axes say; without a mesh, x."""
+  return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding_of(mesh, axes, x.shape))
+
+
+def by_row(x, mesh):
+  """x [B, ...] with whole rows on as many devices as divide B: for laws, whose vocabulary must be seen as a whole.
+
+  Devices that share the rows of a batch otherwise split each row. After this every operation on a row, be it a
+  sort, a sum or a draw, is a device's own affair.
+  """
+  if mesh is None:
+    return x
+  groups = math.gcd(x.shape[0], mesh.size)
+  rows = Mesh(mesh.devices.reshape(groups, -1), ('row', 'rest'), axis_types=(AxisType.Auto,) * 2)
+  return jax.lax.with_sharding_constraint(x, NamedSharding(rows, PartitionSpec('row')))
