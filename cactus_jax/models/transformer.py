@@ -5,6 +5,7 @@ runs twice as slowly on a CPU, where one token is bound by reading each weight o
 """
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -30,6 +31,12 @@ class Layer:
   gate: jax.Array  # [D, F]
   up: jax.Array  # [D, F]
   down: jax.Array  # [F, D]
+  # None where the family has none.
+  qkv_bias: jax.Array | None = None  # [G*(R+2)*H], grouped as qkv is
+  q_norm: jax.Array | None = None  # [H], of every query head
+  k_norm: jax.Array | None = None  # [H], of every key head
+  post_attn_norm: jax.Array | None = None  # [D], of what attention adds
+  post_mlp_norm: jax.Array | None = None  # [D], of what the mlp adds
 
 
 @flax.struct.dataclass
@@ -54,32 +61,40 @@ def abstract(config: ModelConfig) -> Params:
   """The tree of `ParamSpec` that weights of `config` must match."""
   D, F, V = config.embed_dim, config.mlp_dim, config.vocab_size
   NH, GH = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+  norm, head_norm = ParamSpec((D,), ('embed',)), ParamSpec((config.head_dim,), ('head_dim',))
   layer = Layer(
-      attn_norm=ParamSpec((D,), ('embed',)),
+      attn_norm=norm,
       qkv=ParamSpec((D, NH + 2 * GH), ('embed', 'heads')),
       o=ParamSpec((NH, D), ('heads', 'embed')),
-      mlp_norm=ParamSpec((D,), ('embed',)),
+      mlp_norm=norm,
       gate=ParamSpec((D, F), ('embed', 'mlp')),
       up=ParamSpec((D, F), ('embed', 'mlp')),
       down=ParamSpec((F, D), ('mlp', 'embed')),
+      qkv_bias=ParamSpec((NH + 2 * GH,), ('heads',)) if config.qkv_bias else None,
+      q_norm=head_norm if config.qk_norm else None,
+      k_norm=head_norm if config.qk_norm else None,
+      post_attn_norm=norm if config.post_norms else None,
+      post_mlp_norm=norm if config.post_norms else None,
   )
   table = ParamSpec((V, D), ('vocab', 'embed'))
   return Params(
       embed=table,
       layers=(layer,) * config.num_layers,
-      final_norm=ParamSpec((D,), ('embed',)),
+      final_norm=norm,
       head=None if config.tie_embeddings else table,
   )
 
 
 def random_params(key, config: ModelConfig, dtype=jnp.float32) -> Params:
-  """Weights of the right shapes with a plausible scale: norms 1, matrices N(0, 1/fan_in)."""
+  """Weights of a plausible scale: norms multiply by 1, matrices N(0, 1/fan_in), biases N(0, 0.01)."""
   specs, tree = jax.tree.flatten(abstract(config))
   keys = jax.random.split(key, len(specs))
 
   def draw(key, spec):
+    if spec.axes == ('heads',):
+      return (jax.random.normal(key, spec.shape) * 0.1).astype(dtype)
     if len(spec.shape) == 1:
-      return jnp.ones(spec.shape, dtype)
+      return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
     fan_in = spec.shape[1] if spec.axes[0] == 'vocab' else spec.shape[0]
     return (jax.random.normal(key, spec.shape) * fan_in**-0.5).astype(dtype)
 
@@ -120,7 +135,8 @@ class Transformer:
           f'them and fewer than all, so choose 1..{self.config.num_layers - 1}.')
     return Transformer(
         params=self.params.replace(layers=self.params.layers[:num_layers]),
-        config=dataclasses.replace(self.config, num_layers=num_layers),
+        config=dataclasses.replace(
+            self.config, num_layers=num_layers, windows=self.config.windows[:num_layers]),
     )
 
 
@@ -128,21 +144,39 @@ def forward(params, config, tokens_BT, positions_BT, cache):
   """One pass over T new tokens a row; see `Transformer.__call__`."""
   B, T = tokens_BT.shape
   R = config.num_heads // config.num_kv_heads
-  cos, sin = layers.rope_angles(positions_BT, config.head_dim, config.rope_theta)
+  angles = layers.rope_angles(positions_BT, config.head_dim, config.rope_theta, config.llama3_rope)
+  local_angles = angles
+  if config.local_rope_theta is not None:
+    local_angles = layers.rope_angles(positions_BT, config.head_dim, config.local_rope_theta)
+  norm = functools.partial(layers.rms_norm, eps=config.norm_eps, offset=config.norm_offset)
+  windows = config.windows or (None,) * config.num_layers
   x_BTD = params.embed[tokens_BT]
+  if config.embed_scale is not None:
+    x_BTD *= jnp.asarray(config.embed_scale, x_BTD.dtype)
   new_k, new_v = [], []
-  for layer, k_BGSH, v_BGSH in zip(params.layers, cache.k, cache.v, strict=True):
-    h_BTD = layers.rms_norm(x_BTD, layer.attn_norm, config.norm_eps)
-    qkv = layers.matmul(h_BTD, layer.qkv).reshape(B, T, config.num_kv_heads, R + 2, config.head_dim)
-    qk = layers.rope(qkv[:, :, :, : R + 1], cos, sin)
+  for layer, window, k_BGSH, v_BGSH in zip(params.layers, windows, cache.k, cache.v, strict=True):
+    qkv = layers.matmul(norm(x_BTD, layer.attn_norm), layer.qkv)
+    if config.qkv_bias:
+      qkv += layer.qkv_bias[None, None]
+    qkv = qkv.reshape(B, T, config.num_kv_heads, R + 2, config.head_dim)
+    qk = qkv[:, :, :, : R + 1]
+    if config.qk_norm:
+      qk = layers.norm_heads(qk, layer.q_norm, layer.k_norm, config.norm_eps, config.norm_offset)
+    qk = layers.rope(qk, *(angles if window is None else local_angles))
     k_BGSH = kv.write(k_BGSH, qk[:, :, :, R], positions_BT)
     v_BGSH = kv.write(v_BGSH, qkv[:, :, :, R + 1], positions_BT)
-    x_BTD += layers.matmul(layers.attention(qk[:, :, :, :R], k_BGSH, v_BGSH, positions_BT), layer.o)
-    h_BTD = layers.rms_norm(x_BTD, layer.mlp_norm, config.norm_eps)
-    x_BTD += layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down)
+    h_BTD = layers.attention(
+        qk[:, :, :, :R], k_BGSH, v_BGSH, positions_BT, config.query_scale, config.attn_softcap, window)
+    h_BTD = layers.matmul(h_BTD, layer.o)
+    x_BTD += norm(h_BTD, layer.post_attn_norm) if config.post_norms else h_BTD
+    h_BTD = norm(x_BTD, layer.mlp_norm)
+    h_BTD = layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down, config.activation)
+    x_BTD += norm(h_BTD, layer.post_mlp_norm) if config.post_norms else h_BTD
     new_k.append(k_BGSH)
     new_v.append(v_BGSH)
-  x_BTD = layers.rms_norm(x_BTD, params.final_norm, config.norm_eps)
+  x_BTD = norm(x_BTD, params.final_norm)
   head_VD = params.embed if params.head is None else params.head
   logits_BTV = jnp.einsum('BTD,VD->BTV', x_BTD, head_VD, preferred_element_type=jnp.float32)
+  if config.logit_softcap is not None:
+    logits_BTV = layers.soft_cap(logits_BTV, config.logit_softcap)
   return logits_BTV, kv.KVCache(k=tuple(new_k), v=tuple(new_v))

@@ -50,13 +50,16 @@ def default_dtype():
   return jnp.dtype(jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16)
 
 
+# Our weight -> the three that formats store apart.
+_GROUPED = {'qkv': ('q', 'k', 'v'), 'qkv_bias': ('q_bias', 'k_bias', 'v_bias')}
+
+
 def _pieces(config, names, path, spec):
   """{name in the file: shape there} of the tensors that make up one weight."""
   field = _field(path)
-  if field == 'qkv':
-    D, H = config.embed_dim, config.head_dim
-    G, N = config.num_kv_heads, config.num_heads
-    shapes = {'q': (N * H, D), 'k': (G * H, D), 'v': (G * H, D)}
+  if field in _GROUPED:
+    rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    shapes = {part: (n, *spec.shape[:-1]) for part, n in zip(_GROUPED[field], rows)}
   else:
     shapes = {field: spec.shape if _kept(field) else spec.shape[::-1]}
   return {names[part].format(*(key.idx for key in path[1:-1])): shape for part, shape in shapes.items()}
@@ -64,10 +67,11 @@ def _pieces(config, names, path, spec):
 
 def _to_ours(field, config, arrays):
   """One of our weights from its stored tensors."""
-  if field == 'qkv':
+  if field in _GROUPED:
     # Per key head: its R query heads, its key, its value.
-    grouped = [a.reshape(config.num_kv_heads, -1, config.head_dim, config.embed_dim) for a in arrays]
-    return np.concatenate(grouped, axis=1).reshape(-1, config.embed_dim).T
+    into = arrays[0].shape[1:]
+    grouped = [a.reshape(config.num_kv_heads, -1, config.head_dim, *into) for a in arrays]
+    return np.concatenate(grouped, axis=1).reshape(-1, *into).T
   return arrays[0] if _kept(field) else arrays[0].T
 
 
