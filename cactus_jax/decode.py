@@ -60,7 +60,7 @@ class DecodeConfig:
 
   num_draft: int  # K, drafted tokens a round, >= 1; without a draft it only sizes the buffers
   max_length: int  # prompt and output together, tokens
-  vocab_size: int  # V, tokens that may be emitted; logits beyond it pad the embedding and are cut off
+  vocab_size: int  # V, tokens that may be emitted; logits beyond it pad the embedding and are masked
   eos_ids: tuple[int, ...] = ()
   pad_id: int = 0
   ledger: bool = False  # whether to account for what the rule spends
@@ -138,13 +138,38 @@ def prefill(target, draft, prompt_BP, length, keys, limit, config) -> DecodeStat
   if prompt_BP.shape[1] > config.capacity:
     raise ValueError(f'prompts are padded to {prompt_BP.shape[1]} tokens, the buffers hold {config.capacity}: raise '
                      'max_length or pad less.')
-  if not isinstance(length, jax.core.Tracer) and not np.all((np.asarray(length) >= 1) & (length <= prompt_BP.shape[1])):
+  known = not isinstance(length, jax.core.Tracer) and getattr(length, 'is_fully_addressable', True)
+  if known and not np.all((np.asarray(length) >= 1) & (np.asarray(length) <= prompt_BP.shape[1])):
     raise ValueError(f'length={length}: each prompt needs at least 1 token and has at most {prompt_BP.shape[1]}.')
   as_int = lambda x: jnp.asarray(x, jnp.int32)
-  return _prefill(target, draft, as_int(prompt_BP), as_int(length), keys, as_int(limit), config)
+  arguments = target, draft, as_int(prompt_BP), as_int(length), keys, as_int(limit), config
+  rows = arguments[2].sharding
+  if len(rows.device_set) == 1:
+    return _program(_prefill)(*arguments)
+  # Rows are split as the prompts are; caches are where their models put them.
+  state = jax.eval_shape(functools.partial(_prefill, config=config), *arguments[:-1])
+  layout = jax.tree.map(lambda _: rows, state.replace(target_cache=None, draft_cache=None))
+  return _program(_prefill, layout)(*arguments)
 
 
-@functools.partial(jax.jit, static_argnames='config')
+def _program(function, layout=None, **jit_options):
+  """function compiled so that the state it returns is split over devices as `layout`, a tree of shardings, says."""
+  shardings, tree = jax.tree.flatten(layout)
+  return _jitted(function, tuple(shardings), tree, **jit_options)
+
+
+@functools.cache
+def _jitted(function, shardings, tree, **jit_options):
+  if shardings:
+    jit_options['out_shardings'] = jax.tree.unflatten(tree, shardings)
+  return jax.jit(function, static_argnames='config', **jit_options)
+
+
+def _layout(state):
+  """How a state is split over devices; None on one device, where there is nothing to keep."""
+  return None if len(state.tokens.sharding.device_set) == 1 else jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
 def _prefill(target, draft, prompt_BP, length, keys, limit, config):
   B, P = prompt_BP.shape
   S, K = config.capacity, _num_draft(draft, config)
@@ -210,7 +235,7 @@ def propose(draft, sampling, state, keys, config):
   logits_BTV, cache = draft(jnp.take_along_axis(state.tokens, last_two_B2, axis=1), last_two_B2, state.draft_cache)
 
   def draw(logits_BTV, uniform_B):
-    probs_BV = to_probs(_cut(logits_BTV[:, -1:], config), sampling)[:, 0]
+    probs_BV = to_probs(_masked(logits_BTV[:, -1:], config), sampling)[:, 0]
     return sampling_lib.sample(probs_BV, uniform_B), probs_BV
 
   def next_slot(carry, slot_uniform):
@@ -230,12 +255,21 @@ def propose(draft, sampling, state, keys, config):
   ), cache
 
 
-def _cut(logits_BTV, config):
-  """The logits of tokens that may be emitted, without the padding of the embedding."""
-  if logits_BTV.shape[-1] < config.vocab_size:
-    raise ValueError(f'a model gives {logits_BTV.shape[-1]} logits, config.vocab_size is {config.vocab_size}: draft '
-                     'and verifier must know every token that may be emitted.')
-  return logits_BTV[..., : config.vocab_size]
+def _masked(logits_BTV, config):
+  """The logits, -inf for what pads the embedding. (To cut it off would move all that is split over devices.)"""
+  V = logits_BTV.shape[-1]
+  if V < config.vocab_size:
+    raise ValueError(f'a model gives {V} logits, config.vocab_size is {config.vocab_size}: draft and verifier must '
+                     'know every token that may be emitted.')
+  return logits_BTV if V == config.vocab_size else jnp.where(
+      jnp.arange(V)[None, None] < config.vocab_size, logits_BTV, -jnp.inf)
+
+
+def _as_wide(draft, width):
+  """The draft with laws over `width` ids: those that differ pad the embedding of a model, and have no probability."""
+  V = draft.probs.shape[-1]
+  probs = jnp.pad(draft.probs[..., :width], ((0, 0), (0, 0), (0, max(width - V, 0))))
+  return draft if V == width else draft.replace(probs=probs)
 
 
 def score(target, sampling, state, draft, config):
@@ -247,7 +281,7 @@ def score(target, sampling, state, draft, config):
   tokens_BT = jnp.concatenate([jnp.take_along_axis(state.tokens, last_B1, axis=1), draft.tokens], axis=1)
   positions_BT = last_B1 + jnp.arange(tokens_BT.shape[1])[None]
   logits_BTV, cache = target(tokens_BT, positions_BT, state.target_cache)
-  logits_BTV = _cut(logits_BTV, config)
+  logits_BTV = _masked(logits_BTV, config)
   return to_probs(logits_BTV, sampling), logits_BTV, cache
 
 
@@ -312,7 +346,8 @@ def decode_step(target, draft, rule, sampling, state, config) -> tuple[DecodeSta
   Returns: the new state, and what the round saw.
   """
   rule, sampling = settled(rule, sampling, state.length.shape[0], draft, config)
-  return _decode_step(target, draft, rule, sampling, state, config)
+  layout = _layout(state)
+  return _program(_decode_step, layout and (layout, None))(target, draft, rule, sampling, state, config)
 
 
 def settled(rule, sampling, batch, draft, config):
@@ -327,11 +362,13 @@ def settled(rule, sampling, batch, draft, config):
   return per_row(rule, batch, slots=_num_draft(draft, config)), per_row(sampling, batch)
 
 
-@functools.partial(jax.jit, static_argnames='config')
 def _decode_step(target, draft, rule, sampling, state, config):
   keys = sampling_lib.round_keys(state.keys, state.round)
-  drafted, draft_cache = propose(draft, sampling, state, keys, config)
-  target_probs, logits_BTV, target_cache = score(target, sampling, state, drafted, config)
+  with jax.named_scope('draft'):
+    drafted, draft_cache = propose(draft, sampling, state, keys, config)
+  with jax.named_scope('score'):
+    target_probs, logits_BTV, target_cache = score(target, sampling, state, drafted, config)
+  drafted = _as_wide(drafted, target_probs.shape[-1])
   judged_probs = _judged(rule, target_probs, logits_BTV)
   rule, charges = ledger_lib.plan(rule, state.ledger, drafted, target_probs, judged_probs, state.limit - state.length)
   judge = verify_block if config.block_verification else verify
@@ -356,11 +393,16 @@ def generate(target, draft, rule, sampling, state, config, max_rounds=None) -> D
   streams, shows progress or looks for stop strings. `state` is donated: use the one that is returned.
   """
   rule, sampling = settled(rule, sampling, state.length.shape[0], draft, config)
-  rounds = jnp.asarray(jnp.iinfo(jnp.int32).max if max_rounds is None else max_rounds, jnp.int32)
-  return _generate(target, draft, rule, sampling, state, rounds, config)
+  rounds = np.iinfo(np.int32).max if max_rounds is None else max_rounds
+  rounds = rounds if isinstance(rounds, jax.Array) else np.int32(rounds)
+  return _loop(state)(target, draft, rule, sampling, state, rounds, config)
 
 
-@functools.partial(jax.jit, static_argnames='config', donate_argnames='state')
+def _loop(state):
+  """The compiled loop for states that are split over devices as this one."""
+  return _program(_generate, _layout(state), donate_argnames='state')
+
+
 def _generate(target, draft, rule, sampling, state, max_rounds, config):
 
   def unfinished(carry):

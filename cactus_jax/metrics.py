@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from cactus_jax import ledger as ledger_lib
+from cactus_jax import sharding
 
 
 def _ratio(a, b):
@@ -119,7 +120,7 @@ def summarize(state, prompt_length, new_tokens, seconds, lossless) -> Stats:
   Args: prompt_length int[B], where each row started; new_tokens, how many tokens were kept of what was decoded;
     lossless, whether the rule was.
   """
-  length, rounds, counters, ledger = jax.device_get((state.length, state.round, state.stats, state.ledger))
+  length, rounds, counters, ledger = sharding.fetch((state.length, state.round, state.stats, state.ledger))
   spent = ledger and Spent(
       decided=int(ledger.decided.sum()),
       kl=float(ledger.kl.astype(np.float64).sum()),

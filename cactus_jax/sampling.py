@@ -19,6 +19,8 @@ from cactus_jax.records import check_number, record_class
 GREEDY_TEMPERATURE = 1e-5
 # `to_probs` looks for the filters' threshold among this many largest tokens before it searches the vocabulary.
 HEAD = 64
+# A vocabulary is looked at in blocks of so many tokens: the lanes of a TPU's vector registers.
+BLOCK = 128
 
 
 @record_class
@@ -101,8 +103,7 @@ def _floor(weights_BTV, params):
 
   def from_head(_):
     """The floor where it is among the largest weights; the search runs only if it is not for some position."""
-    # The barrier keeps XLA from merging the reads below into top_k, which on a CPU turns it back into a full sort.
-    head_BTH = jax.lax.optimization_barrier(jax.lax.top_k(weights_BTV, min(HEAD, V))[0])
+    head_BTH = _largest(weights_BTV, min(HEAD, V))
     width = head_BTH.shape[-1]
     at = lambda rank: jnp.take_along_axis(head_BTH, jnp.clip(rank, 0, width - 1)[..., None], axis=-1)[..., 0]
     # The k-th largest; what it ties with is kept too, and counts when top-p looks at what top-k has left.
@@ -114,11 +115,38 @@ def _floor(weights_BTV, params):
     # top-p needs the mass that top-k has left: all of it in sight, with the ties of the k-th, or top-k off.
     all_seen = (top_k <= width) & ((head_BTH[..., -1] < kth) | (kth <= 0) | (width == V))
     found = jnp.where(top_p < 1, all_seen | ((top_k >= V) & (short < width)), (top_k <= width) | (top_k >= V))
-    searched = jax.lax.cond(jnp.all(found), lambda _: floor, lambda _: jax.named_call(_search_floor, name='fallback')(weights_BTV, top_k, top_p), None)
+    searched = jax.lax.cond(jnp.all(found), lambda _: floor, search, None)
     return jnp.where(found, floor, searched)
+
+  def search(_):
+    with jax.named_scope('fallback'):  # who counts what a compiled round costs leaves it out
+      return _search_floor(weights_BTV, top_k, top_p)
 
   anything = jnp.any((params.top_k > 0) | (params.top_p < 1))
   return jnp.maximum(min_p, jax.lax.cond(anything, from_head, lambda _: jnp.zeros_like(min_p), None))
+
+
+def _blocks(x_V):
+  """[..., N, BLOCK]: the last axis in blocks, the last of them filled with zeros."""
+  V = x_V.shape[-1]
+  padded = x_V if V % BLOCK == 0 else jnp.pad(x_V, [(0, 0)] * (x_V.ndim - 1) + [(0, -V % BLOCK)])
+  return padded.reshape(*x_V.shape[:-1], -1, BLOCK)
+
+
+def _largest(weights_BTV, count):
+  """The `count` largest weights of each position, falling, [B, T, count]; weights are not negative.
+
+  They all stand in the `count` blocks with the largest maxima. So the vocabulary is read once, and what is sorted is
+  short: a TPU sorts everything it is asked the largest of.
+  """
+  # The barriers keep XLA from merging later reads into top_k, which on a CPU turns it into a full sort.
+  largest = lambda x: jax.lax.optimization_barrier(jax.lax.top_k(x, count))
+  blocks_BTNW = _blocks(weights_BTV)
+  if blocks_BTNW.shape[-2] <= count:
+    return largest(weights_BTV)[0]
+  _, block_BTC = largest(jnp.max(blocks_BTNW, axis=-1))
+  candidates_BTCW = jnp.take_along_axis(blocks_BTNW, block_BTC[..., None], axis=2)
+  return largest(candidates_BTCW.reshape(*weights_BTV.shape[:2], -1))[0]
 
 
 def _search_floor(weights_BTV, top_k, top_p):
@@ -143,13 +171,12 @@ def sample(probs_BV, uniform_B):
   Args: probs_BV f32[B, V], each row a law; uniform_B f32[B] in [0, 1). Returns: i32[B].
   """
   B, V = probs_BV.shape
-  width = 1 << (max(V - 1, 1).bit_length() + 1) // 2
-  blocks_BNW = jnp.pad(probs_BV, ((0, 0), (0, -V % width))).reshape(B, -1, width)
+  blocks_BNW = _blocks(probs_BV)
   mass_BN = jnp.sum(blocks_BNW, axis=-1)
   block, before = _invert(mass_BN, uniform_B * jnp.sum(mass_BN, axis=-1))
   inside_BW = jnp.take_along_axis(blocks_BNW, block[:, None, None], axis=1)[:, 0]
   token, _ = _invert(inside_BW, uniform_B * jnp.sum(mass_BN, axis=-1) - before)
-  return jnp.minimum(block * width + token, V - 1)
+  return jnp.minimum(block * BLOCK + token, V - 1)
 
 
 def _invert(mass_BN, point_B):

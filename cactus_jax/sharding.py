@@ -33,8 +33,8 @@ def make_mesh(data=1, model=1, fsdp=1, devices=None) -> Mesh:
     if type(size) is not int or size < 1:
       raise ValueError(f'{name}={size!r}: need a whole number of at least 1.')
   if data * fsdp * model != len(devices):
-    raise ValueError(f'data={data} x fsdp={fsdp} x model={model} is {data * fsdp * model}, but there are {len(devices)} '
-                     f'devices: choose sizes whose product is {len(devices)}.')
+    raise ValueError(f'data={data} x fsdp={fsdp} x model={model} is {data * fsdp * model}, but there are '
+                     f'{len(devices)} devices: choose sizes whose product is {len(devices)}.')
   return jax.make_mesh((data, fsdp, model), ('data', 'fsdp', 'model'), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
@@ -63,6 +63,40 @@ def sharding_of(mesh, axes, shape) -> NamedSharding:
 def constrain(x, mesh, *axes):
   """x, split as its logical axes say; without a mesh, x."""
   return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding_of(mesh, axes, x.shape))
+
+
+def rows(mesh) -> NamedSharding:
+  """The sharding of arrays whose first axis counts rows and whose others are whole."""
+  return NamedSharding(mesh, PartitionSpec(AXES['batch']))
+
+
+def row_groups(mesh) -> int:
+  """How many groups of devices have rows of their own; a batch must be a multiple of it. 1 without a mesh."""
+  return 1 if mesh is None else math.prod(mesh.shape[name] for name in AXES['batch'])
+
+
+def place(tree, sharding):
+  """Arrays, keys too, that every process knows, as arrays of the whole mesh. What is there already stays."""
+
+  def put(x):
+    if isinstance(x, jax.Array) and x.sharding == sharding:
+      return x
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return jax.random.wrap_key_data(put(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
+    return jax.device_put(np.asarray(x), sharding)
+
+  return jax.tree.map(put, tree)
+
+
+def fetch(tree):
+  """The tree on the host, as numpy arrays. Every process must ask, and each gets the same."""
+
+  def whole(x):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
+      return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+    return x
+
+  return jax.device_get(jax.tree.map(whole, tree))
 
 
 def by_row(x, mesh):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jinja2
 import numpy as np
 
-from cactus_jax import decode, metrics
+from cactus_jax import decode, metrics, sharding
 from cactus_jax import ledger as ledger_lib
 from cactus_jax.decode import DecodeConfig, Finish
 from cactus_jax.drafts import DraftSource
@@ -315,6 +315,22 @@ def _warn(draft, rule, sampling):
   warnings.warn(message, stacklevel=4)
 
 
+def _common_mesh(target, draft):
+  """The mesh of the verifier. Raises ValueError for a draft that lives elsewhere."""
+  mesh = getattr(target, 'mesh', None)
+  if draft is None or isinstance(draft, DraftSource):
+    return mesh
+  devices = lambda mesh: None if mesh is None else mesh.devices.reshape(-1).tolist()
+  theirs = getattr(draft, 'mesh', None)
+  if devices(mesh) != devices(theirs):
+    raise ValueError('draft and verifier are on different devices: load both with the same mesh, or the draft with '
+                     'sharding.narrow(mesh, n) of it.')
+  if mesh is not None and sharding.row_groups(mesh) != sharding.row_groups(theirs):
+    raise ValueError(f'the mesh of the draft splits rows {sharding.row_groups(theirs)} ways, the verifier\'s '
+                     f'{sharding.row_groups(mesh)} ways: make it with sharding.narrow(mesh, n).')
+  return mesh
+
+
 class _Run:
   """One batch on its way from prompts to text: the state on device, and what the host knows of it."""
 
@@ -348,7 +364,13 @@ class _Run:
       if len(row) >= context:
         raise ValueError(f'prompt {i} has {len(row)} tokens; the context of the model is {context}, of which at least '
                          'one must be left for the answer: shorten the prompt.')
-    self._prompt_length = np.array([len(row) for row in rows])
+    self._mesh = mesh = _common_mesh(target, draft)
+    self._count = len(rows)
+    extra = -len(rows) % sharding.row_groups(mesh)
+    if extra:
+      warnings.warn(f'{len(rows)} rows do not split over {sharding.row_groups(mesh)} groups of devices: {extra} idle '
+                    'rows are added. A multiple uses them all.', stacklevel=3)
+    self._prompt_length = np.array([len(row) for row in rows + rows[:1] * extra])
     longest = int(self._prompt_length.max())
     self.config = DecodeConfig(
         num_draft=num_draft,
@@ -358,14 +380,18 @@ class _Run:
         ledger=bool(ledger) or isinstance(rule, Budget),
         block_verification=bool(block_verification),
     )
-    padded = np.zeros((len(rows), min(bucket(longest), self.config.capacity)), np.int32)
-    for i, row in enumerate(rows):
+    padded = np.zeros((len(rows) + extra, min(bucket(longest), self.config.capacity)), np.int32)
+    for i, row in enumerate(rows + rows[:1] * extra):
       padded[i, : len(row)] = row
-    # No row outgrows the context, so that is as good as any larger number, and never too large for an i32.
-    self._padded, self._limit = padded, self._prompt_length + min(max_new_tokens, context)
-    self._keys = row_keys(seed, rows)
+    # No row outgrows the context, so that is as good as any larger number, and never too large for an i32. An idle row
+    # has all it wants.
+    limit = self._prompt_length + np.where(np.arange(len(padded)) < len(rows), min(max_new_tokens, context), 0)
     self.lossless = draft is None or bool(getattr(rule, 'lossless', False))
-    self._rule, self._sampling = decode.settled(rule, sampling, len(rows), draft, self.config)
+    settled = decode.settled(rule, sampling, len(rows), draft, self.config)
+    repeat = lambda leaf: leaf[np.minimum(np.arange(len(padded)), len(rows) - 1)] if extra else leaf
+    keys, (self._rule, self._sampling) = jax.tree.map(repeat, (row_keys(seed, rows), settled))
+    self._inputs = padded, self._prompt_length.astype(np.int32), keys, limit.astype(np.int32)
+    *self._inputs, self._rule, self._sampling = self._placed((*self._inputs, self._rule, self._sampling))
     _warn(draft, rule, sampling)
     self.state = None  # before the first round
 
@@ -375,7 +401,7 @@ class _Run:
     self._decode = 0.0
     self._stopped = {}  # row -> (number of its tokens up to the stop string, text before it)
     self._first_token = self._timed(self._first_round)
-    if self._clock.seconds:
+    if self._clock.seconds or jax.process_count() > 1:  # (a cache may spare one process what it does not another)
       # Programs were made, at a cost that JAX's own count does not cover in full; it must not pass for reading the
       # prompt. Decoding is a pure function, so doing it again changes nothing but the figure.
       self._first_token = self._timed(self._first_round)
@@ -387,12 +413,11 @@ class _Run:
 
   def record(self):
     """The rounds of decoding to the end: see `record_rounds`."""
-    state = decode.prefill(*self._models, self._padded, self._prompt_length, self._keys, self._limit, self.config)
+    state = decode.prefill(*self._models, *self._inputs, self.config)
     rounds = []
-    while not np.all(state.done):
-      live = ~np.asarray(state.done)
+    while not np.all(done := sharding.fetch(state.done)):
       state, info = decode.decode_step(*self._models, self._rule, self._sampling, state, self.config)
-      rounds.append(jax.tree.map(lambda leaf: np.asarray(leaf)[live], (info.draft, info.target_probs)))
+      rounds.append(jax.tree.map(lambda leaf: leaf[~done], sharding.fetch((info.draft, info.target_probs))))
     if not rounds:
       raise ValueError('no round was decoded: nothing is recorded.')
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rounds)
@@ -406,17 +431,17 @@ class _Run:
 
   def _first_round(self):
     self.state = None  # lets go of the caches of an earlier reading before there are others
-    self.state = decode.prefill(*self._models, self._padded, self._prompt_length, self._keys, self._limit, self.config)
+    self.state = decode.prefill(*self._models, *self._inputs, self.config)
     self._advance(1)
 
   def _advance(self, max_rounds):
     self.state = decode.generate(*self._models, self._rule, self._sampling, self.state, self.config, max_rounds)
-    self._tokens, self._length, self._done = jax.device_get((self.state.tokens, self.state.length, self.state.done))
+    self._tokens, self._length, self._done = sharding.fetch((self.state.tokens, self.state.length, self.state.done))
     if self.stop:
       self._look_for_stops()
 
   def _look_for_stops(self):
-    for row in range(len(self._prompt_length)):
+    for row in range(self._count):
       if row not in self._stopped:
         found = _first_stop(self._tokenizer, self._row_tokens(row), self.stop)
         if found:
@@ -424,8 +449,12 @@ class _Run:
     if self._stopped:
       stopped = np.isin(np.arange(len(self._prompt_length)), list(self._stopped))
       self._done = self._done | stopped
-      self.state = self.state.replace(
-          done=jnp.asarray(self._done), finish=jnp.where(stopped, np.int32(Finish.STOP), self.state.finish))
+      finish = np.where(stopped, np.int32(Finish.STOP), sharding.fetch(self.state.finish))
+      done, finish = self._placed((self._done, finish))
+      self.state = self.state.replace(done=done, finish=finish)
+
+  def _placed(self, tree):
+    return jax.tree.map(jnp.asarray, tree) if self._mesh is None else sharding.place(tree, sharding.rows(self._mesh))
 
   def _row_tokens(self, row):
     return self._tokens[row, self._prompt_length[row] : self._length[row]].tolist()
@@ -446,10 +475,10 @@ class _Run:
     """The answers so far."""
     if self.state is None:
       raise ValueError('nothing is decoded yet: iterate over the stream first.')
-    from_draft, logprobs, finish = jax.device_get((self.state.from_draft, self.state.logprobs, self.state.finish))
+    from_draft, logprobs, finish = sharding.fetch((self.state.from_draft, self.state.logprobs, self.state.finish))
     texts, tokens, flags, nats, reasons, emitted, verifier = [], [], [], [], [], [], []
-    ledger = self.state.ledger and jax.device_get(self.state.ledger)
-    for row, start in enumerate(self._prompt_length):
+    ledger = self.state.ledger and sharding.fetch(self.state.ledger)
+    for row, start in enumerate(self._prompt_length[: self._count]):
       new = self._row_tokens(row)
       count, text = self._stopped.get(row, (len(new), None))
       texts.append(_detokenize(self._tokenizer, new) if text is None else text)
@@ -469,7 +498,7 @@ class _Run:
         logprobs=nats,
         finish_reasons=reasons,
         stats=metrics.summarize(self.state, self._prompt_length, sum(map(len, tokens)), seconds, self.lossless),
-        kl=ledger.kl.tolist() if ledger else None,
+        kl=ledger.kl[: self._count].tolist() if ledger else None,
         emitted_logprobs=emitted if ledger else None,
         verifier_logprobs=verifier if ledger else None,
     )

@@ -97,11 +97,11 @@ def test_a_new_number_compiles_nothing(change):
 @pytest.mark.parametrize('make', [np.float32, np.float64, jnp.float32], ids=lambda f: f.__name__)
 def test_numbers_of_one_row_each_use_the_same_loop(make):
   """Arrays may need a conversion of their own, once; never another loop."""
-  loops = decode._generate._cache_size()
+  loops = decode._program(decode._generate, donate_argnames='state')._cache_size()
   rows = make(ROW_VALUES)
   run(delta=rows, sampling=SamplingParams(temperature=rows, top_p=rows))
   run(delta=make(0.3), sampling=SamplingParams(temperature=make(0.7)))
-  assert decode._generate._cache_size() == loops
+  assert decode._program(decode._generate, donate_argnames='state')._cache_size() == loops
   again = dict(
     delta=make(ROW_VALUES / 2), sampling=SamplingParams(temperature=make(ROW_VALUES / 3), top_p=rows)
   )

@@ -5,8 +5,27 @@ import re
 
 import pytest
 
-from cactus_jax.models.config import ModelConfig, from_hf_config
+from cactus_jax.models.config import FAMILIES, Llama3Rope, ModelConfig, from_hf_config
 from tests.checkpoints import CONFIG
+
+LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+          'original_max_position_embeddings': 32}
+MISTRAL = CONFIG | {'model_type': 'mistral', 'sliding_window': 8}
+QWEN2 = CONFIG | {
+    'model_type': 'qwen2', 'use_sliding_window': False, 'sliding_window': 8, 'max_window_layers': 2, 'use_mrope': False}
+QWEN3 = CONFIG | {'model_type': 'qwen3', 'head_dim': 16, 'attention_bias': False, 'use_sliding_window': False}
+GEMMA = {name: value for name, value in CONFIG.items() if name not in ('tie_word_embeddings', 'hidden_act')} | {
+    'head_dim': 32, 'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': 16, 'sliding_window': 8,
+    'attention_bias': False, 'cache_implementation': 'hybrid'}
+GEMMA2 = GEMMA | {
+    'model_type': 'gemma2', 'hidden_act': 'gelu_pytorch_tanh', 'attn_logit_softcapping': 20.0,
+    'final_logit_softcapping': 10.0}
+GEMMA3 = GEMMA | {
+    'model_type': 'gemma3_text', 'sliding_window_pattern': 3, 'rope_local_base_freq': 100.0, 'rope_scaling': None,
+    'attn_logit_softcapping': None, 'final_logit_softcapping': None}
+GEMMA_SWITCHES = {
+    'tie_embeddings': True, 'head_dim': 32, 'norm_offset': 1.0, 'post_norms': True, 'activation': 'gelu_tanh',
+    'embed_scale': 8.0, 'query_scale': 0.25}
 
 
 def raises(text):
@@ -24,6 +43,95 @@ def test_is_hashable_and_frozen():
   assert hash(config) == hash(from_hf_config(dict(CONFIG)))
   with pytest.raises(dataclasses.FrozenInstanceError):
     config.num_layers = 2
+
+
+@pytest.mark.parametrize('config, ours', [
+    (MISTRAL, {'family': 'mistral', 'windows': (8, 8, 8)}),
+    (MISTRAL | {'sliding_window': None}, {'family': 'mistral', 'windows': ()}),
+    ({k: v for k, v in MISTRAL.items() if k != 'sliding_window'}, {'family': 'mistral', 'windows': (4096,) * 3}),
+    (QWEN2, {'family': 'qwen2', 'qkv_bias': True}),
+    (QWEN2 | {'layer_types': ['full_attention'] * 3}, {'family': 'qwen2', 'qkv_bias': True}),
+    (QWEN3, {'family': 'qwen3', 'qk_norm': True}),
+    (QWEN3 | {'head_dim': 32}, {'family': 'qwen3', 'qk_norm': True, 'head_dim': 32}),
+    (GEMMA2, GEMMA_SWITCHES | {
+        'family': 'gemma2', 'attn_softcap': 20.0, 'logit_softcap': 10.0, 'windows': (8, None, 8)}),
+    (GEMMA | {'model_type': 'gemma2', 'layer_types': ['full_attention', 'sliding_attention', 'full_attention']},
+     GEMMA_SWITCHES | {'family': 'gemma2', 'attn_softcap': 50.0, 'logit_softcap': 30.0, 'windows': (None, 8, None)}),
+    (GEMMA2 | {'attn_logit_softcapping': None, 'final_logit_softcapping': None, 'tie_word_embeddings': False},
+     GEMMA_SWITCHES | {'family': 'gemma2', 'windows': (8, None, 8), 'tie_embeddings': False}),
+    (GEMMA3, GEMMA_SWITCHES | {
+        'family': 'gemma3_text', 'qk_norm': True, 'local_rope_theta': 100.0, 'windows': (8, 8, None)}),
+    (GEMMA3 | {'rope_local_base_freq': None, 'rope_theta': None, 'sliding_window_pattern': None,
+               '_sliding_window_pattern': 2, 'final_logit_softcapping': 5.0},
+     GEMMA_SWITCHES | {'family': 'gemma3_text', 'qk_norm': True, 'local_rope_theta': 1e4, 'rope_theta': 1e6,
+                       'windows': (8, None, 8), 'logit_softcap': 5.0}),
+])
+def test_reads_families(config, ours):
+  expected = dataclasses.replace(from_hf_config(CONFIG), **ours)
+  assert from_hf_config(config) == expected
+  assert hash(from_hf_config(config)) == hash(expected)
+
+
+@pytest.mark.parametrize('config', [CONFIG, MISTRAL, QWEN2, QWEN3, GEMMA2])
+def test_reads_llama3_rope_of_old_and_new_configs(config):
+  plain = from_hf_config(config)
+  new = {'rope_theta': 1.0, 'rope_parameters': LLAMA3 | {'rope_theta': 5000.0}}
+  for given in ({'rope_scaling': LLAMA3}, {'rope_scaling': LLAMA3 | {'type': 'llama3'}}, new):
+    assert from_hf_config(config | given) == dataclasses.replace(plain, llama3_rope=Llama3Rope(8.0, 1.0, 4.0, 32.0))
+
+
+def test_reads_both_ropes_of_gemma3():
+  ropes = {'full_attention': LLAMA3 | {'rope_theta': 7.0},
+           'sliding_attention': {'rope_type': 'default', 'rope_theta': 5.0}}
+  changes = {'rope_theta': 7.0, 'local_rope_theta': 5.0, 'llama3_rope': Llama3Rope(8.0, 1.0, 4.0, 32.0)}
+  assert from_hf_config(GEMMA3 | {'rope_parameters': ropes}) == dataclasses.replace(from_hf_config(GEMMA3), **changes)
+  old = from_hf_config(GEMMA3 | {'rope_scaling': LLAMA3})
+  assert (old.llama3_rope, old.local_rope_theta) == (Llama3Rope(8.0, 1.0, 4.0, 32.0), 100.0)
+
+
+@pytest.mark.parametrize('config, text', [
+    (MISTRAL | {'num_key_value_heads': None}, 'the config lacks num_key_value_heads: a mistral needs them;'),
+    (MISTRAL | {'sliding_window': 0}, 'windows=(0, 0, 0): each must be None or a whole number of at least 1'),
+    (MISTRAL | {'sliding_window': 8.0}, 'windows=(8.0, 8.0, 8.0): each must be'),
+    (MISTRAL | {'num_hidden_layers': '3'}, "num_layers='3': must be a whole number"),
+    (MISTRAL | {'hidden_act': 'gelu'}, "hidden_act='gelu' (only 'silu' is): not implemented for model_type='mistral'"),
+    (MISTRAL | {'layer_types': ['full_attention'] * 3}, "layer_types=['full_attention', 'full_attention', "),
+    (MISTRAL | {'attention_bias': True}, 'attention_bias=True (only False is)'),
+    (QWEN2 | {'num_key_value_heads': None}, 'the config lacks num_key_value_heads: a qwen2 needs them;'),
+    (QWEN2 | {'use_sliding_window': True}, "use_sliding_window=True (only False is): not implemented for"),
+    (QWEN2 | {'use_mrope': True}, 'use_mrope=True (only False is)'),
+    (QWEN2 | {'hidden_act': 'relu'}, "hidden_act='relu' (only 'silu' is)"),
+    (QWEN2 | {'layer_types': ['full_attention', 'sliding_attention']},
+     "layer_types=['full_attention', 'sliding_attention'] (only ['full_attention', 'full_attention'] is)"),
+    (QWEN2 | {'rope_scaling': {'type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32}},
+     "rope_type='yarn' with {'factor': 4.0, 'original_max_position_embeddings': 32}: only"),
+    (QWEN3 | {'head_dim': None}, 'the config lacks head_dim: a qwen3 needs them;'),
+    (QWEN3 | {'attention_bias': True}, "attention_bias=True (only False is): not implemented for model_type='qwen3'"),
+    (QWEN3 | {'use_sliding_window': True}, 'use_sliding_window=True (only False is)'),
+    (QWEN3 | {'use_mrope': False}, 'use_mrope=False: not implemented'),
+    (GEMMA2 | {'head_dim': None, 'sliding_window': None, 'query_pre_attn_scalar': None},
+     'the config lacks head_dim, query_pre_attn_scalar, sliding_window: a gemma2 needs them;'),
+    (GEMMA2 | {'hidden_activation': 'gelu'}, "hidden_activation='gelu' (only 'gelu_pytorch_tanh' is)"),
+    (GEMMA2 | {'hidden_act': 'silu'}, "hidden_act='silu' (only 'gelu_pytorch_tanh' is)"),
+    (GEMMA2 | {'attention_bias': True}, 'attention_bias=True (only False is)'),
+    (GEMMA2 | {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True (only False is)'),
+    (GEMMA2 | {'attn_logit_softcapping': 0.0}, 'attn_logit_softcapping=0.0: must be a number above 0'),
+    (GEMMA2 | {'final_logit_softcapping': '30'}, "final_logit_softcapping='30': must be a number above 0"),
+    (GEMMA2 | {'query_pre_attn_scalar': -1}, 'query_pre_attn_scalar=-1: must be a number above 0'),
+    (GEMMA2 | {'layer_types': ['full_attention', 'chunked_attention', 'linear_attention']},
+     'layer_types with chunked_attention, linear_attention: only full_attention and sliding_attention are'),
+    (GEMMA2 | {'layer_types': ['full_attention', 'sliding_attention']},
+     'windows=(None, 8): one is needed for each of the 3 layers, or none.'),
+    (GEMMA2 | {'sliding_window_pattern': 2}, 'sliding_window_pattern=2: not implemented'),
+    (GEMMA3 | {'attn_logit_softcapping': 50.0}, 'attn_logit_softcapping=50.0: not implemented'),
+    (GEMMA3 | {'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}}, "rope_type='linear' with {'factor': 8.0}"),
+    (GEMMA3 | {'rope_parameters': {'rope_type': 'default', 'rope_theta': 7.0}},
+     "'rope_theta': 7.0}: gemma3_text has one set for full_attention and one for sliding_attention;"),
+    (GEMMA3 | {'rope_parameters': {'sliding_attention': LLAMA3}}, 'sliding_attention with Llama3Rope(factor=8.0'),
+])
+def test_families_refuse(config, text):
+  with raises(text):
+    from_hf_config(config)
 
 
 @pytest.mark.parametrize('given, ours', [
@@ -56,13 +164,18 @@ def test_accepts(given, ours):
     ({'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4}: not implemented"),
     ({'logit_scale': 0.5, 'qk_norm': False}, 'logit_scale=0.5, qk_norm=False: not implemented'),
     ({'rope_scaling': {'type': 'linear', 'factor': 2.0}},
-     "rope_type='linear' with {'factor': 2.0}: only plain"),
+     "rope_type='linear' with {'factor': 2.0}: only \"default\" with nothing else and \"llama3\" with factor, "),
     ({'rope_parameters': {'rope_type': 'llama3', 'rope_theta': 5e5, 'factor': 8.0}},
-     "rope_type='llama3' with"),
+     "rope_type='llama3' with {'factor': 8.0}: only"),
+    ({'rope_scaling': LLAMA3 | {'attention_factor': 1.0}}, "'attention_factor': 1.0}: only"),
+    ({'rope_scaling': LLAMA3 | {'factor': '8'}}, "factor='8': must be a number above 0; check the config."),
+    ({'rope_scaling': LLAMA3 | {'low_freq_factor': 0}}, 'low_freq_factor=0: must be a number above 0'),
+    ({'rope_scaling': LLAMA3 | {'high_freq_factor': 1.0}}, 'low_freq_factor must be below high_freq_factor'),
     ({'rope_parameters': {'rope_type': 'default', 'partial_rotary_factor': 0.5}},
      "'partial_rotary_factor': 0.5"),
-    ({'model_type': 'mamba'}, "model_type='mamba': the supported families are llama; use a checkpoint"),
-    ({'model_type': None}, 'model_type=None: the supported families are llama'),
+    ({'model_type': 'mamba'},
+     "model_type='mamba': the supported families are llama, mistral, qwen2, qwen3, gemma2, gemma3_text; use a"),
+    ({'model_type': None}, 'model_type=None: the supported families are llama,'),
     ({'eos_token_id': '</s>'}, "eos_token_id='</s>': must be a token id, a list of them or null."),
     ({'num_attention_heads': 5}, 'the config has 5 heads for an embedding of 64: name the head dimension'),
     ({'num_attention_heads': 0}, 'the config has 0 heads for an embedding of 64'),
@@ -93,3 +206,16 @@ def test_reads_what_transformers_writes():
   written = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, rope_theta=123.0).to_dict()
   assert from_hf_config(written).rope_theta == 123.0
   assert from_hf_config(written).head_dim == 16
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_reads_what_transformers_writes_of_each_family(family):
+  transformers = pytest.importorskip('transformers')
+  written = transformers.AutoConfig.for_model(family, num_hidden_layers=12)
+  config = from_hf_config(written.to_dict())
+  assert (config.family, config.num_layers, config.vocab_size) == (family, 12, written.vocab_size)
+  assert config.tie_embeddings == written.tie_word_embeddings
+  assert config.rope_theta == (1e6 if family == 'gemma3_text' else 1e4)
+  kinds = getattr(written, 'layer_types', None)
+  if family.startswith('gemma'):
+    assert [window is None for window in config.windows] == [kind == 'full_attention' for kind in kinds]

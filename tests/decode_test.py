@@ -581,9 +581,9 @@ def test_a_prompt_may_be_read_in_pieces(monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(decode, 'PREFILL_CHUNK', 3)
     patch.setattr(fakes.MarkovLM, '__call__', spy)
-    decode._prefill.clear_cache()
+    decode._program(decode._prefill).clear_cache()
     state = fakes.start(TARGET, DRAFT, **args)
-  decode._prefill.clear_cache()
+  decode._program(decode._prefill).clear_cache()
   assert set(sizes) == {3, 2}
   assert_same_run(
     fakes.on_host(decode.generate(TARGET, DRAFT, Exact(), SamplingParams(), state, CONFIG)), whole

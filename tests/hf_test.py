@@ -1,6 +1,9 @@
 """Hugging Face checkpoints: the same logits as transformers, and an error for every kind of bad file."""
 
 import copy
+import dataclasses
+import functools
+import itertools
 import json
 import re
 
@@ -19,7 +22,10 @@ TOKENS = np.random.default_rng(0).integers(0, 96, (2, 17))
 
 
 def logits_of(source, **options):
-  model = Transformer(*hf.load(source, **options))
+  return logits_of_model(Transformer(*hf.load(source, **options)))
+
+
+def logits_of_model(model):
   positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1])[None], TOKENS.shape)
   call = jax.jit(lambda model, *arguments: model(*arguments)[0])
   return np.asarray(call(model, jnp.asarray(TOKENS), positions, model.init_cache(*TOKENS.shape)))
@@ -83,6 +89,126 @@ def test_logits_of_bfloat16_file(theirs, tmp_path):
   np.testing.assert_allclose(logits_of(tmp_path), their_logits(rounded), atol=2e-4, rtol=0)
 
 
+# Parity of the other families.
+
+LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 100.0, 'factor': 4.0, 'low_freq_factor': 1.0, 'high_freq_factor': 3.0,
+          'original_max_position_embeddings': 32}  # of the eight frequencies three are kept, two mixed, three divided
+TIED, MQA = {'tie_word_embeddings': True}, {'num_key_value_heads': 1}
+QWEN3 = {'model_type': 'qwen3', 'head_dim': 24}
+GEMMA = {
+    'model_type': 'gemma2', 'head_dim': 24, 'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': 40,
+    'sliding_window': 5, 'tie_word_embeddings': True}
+GEMMA2 = GEMMA | {'attn_logit_softcapping': 1.5, 'final_logit_softcapping': 3.0}
+GEMMA3 = GEMMA | {
+    'model_type': 'gemma3_text', 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention'],
+    'rope_parameters': {'full_attention': {'rope_type': 'default', 'rope_theta': 5000.0},
+                        'sliding_attention': {'rope_type': 'default', 'rope_theta': 50.0}}}
+FAMILIES = {
+    'llama3': {'rope_parameters': LLAMA3},
+    'llama3_tied_mqa': {'rope_parameters': LLAMA3, 'head_dim': 32, **TIED, **MQA},
+    'mistral': {'model_type': 'mistral', 'sliding_window': 5},
+    'mistral_tied_mqa': {'model_type': 'mistral', 'sliding_window': 1, **TIED, **MQA},
+    'mistral_no_window': {'model_type': 'mistral', 'sliding_window': None, 'head_dim': 24},
+    'qwen2': {'model_type': 'qwen2'},
+    'qwen2_tied_mqa': {'model_type': 'qwen2', **TIED, **MQA},
+    'qwen3': QWEN3,
+    'qwen3_tied_mqa': QWEN3 | TIED | MQA,
+    'gemma2': GEMMA2,
+    'gemma2_untied_mqa': GEMMA2 | MQA | {'tie_word_embeddings': False, 'sliding_window': 16},
+    'gemma2_no_caps': GEMMA2 | {'attn_logit_softcapping': None, 'final_logit_softcapping': None},
+    'gemma3': GEMMA3,
+    'gemma3_untied_mqa': GEMMA3 | MQA | {'tie_word_embeddings': False, 'final_logit_softcapping': 3.0},
+}
+
+
+@pytest.fixture(scope='module')
+def family(tmp_path_factory):
+  """Of a name in FAMILIES: the folder of a random model that transformers wrote, and its logits."""
+  return functools.cache(lambda name: random_family(tmp_path_factory.mktemp(name), FAMILIES[name]))
+
+
+def random_family(folder, changes):
+  torch, transformers = pytest.importorskip('torch'), pytest.importorskip('transformers')
+  config = checkpoints.CONFIG | changes
+  config = transformers.AutoConfig.for_model(
+      **{name: value for name, value in config.items() if name != 'hidden_act' or 'hidden_activation' not in config})
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
+  with torch.no_grad():
+    for name, weight in model.named_parameters():
+      centre = 1.0 if 'norm' in name and 'gemma' not in config.model_type else 0.0
+      weight.copy_(torch.randn(weight.shape) / 6 if weight.ndim == 2 else centre + 0.5 * torch.randn(weight.shape))
+  model.save_pretrained(folder)
+  return folder, their_logits(model)
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_logits_of_families(family, name):
+  folder, expected = family(name)
+  assert np.abs(expected).max() > 1.5
+  np.testing.assert_allclose(logits_of(folder), expected, atol=2e-4, rtol=0)
+
+
+def test_no_window_is_read_as_none(family):
+  folder, _ = family('mistral_no_window')
+  assert hf.load(folder)[1].windows == ()
+
+
+@pytest.mark.parametrize('name', ['llama3', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3'])
+def test_cached_families(family, name):
+  """A prefix, then token by token in a larger cache: the logits of transformers, which had all at once."""
+  folder, expected = family(name)
+  model = Transformer(*hf.load(folder))
+  call = jax.jit(lambda model, *arguments: model(*arguments))
+  cache, parts = model.init_cache(TOKENS.shape[0], 23), []
+  for start, end in itertools.pairwise([0, *range(8, TOKENS.shape[1] + 1)]):
+    positions = jnp.broadcast_to(jnp.arange(start, end)[None], (TOKENS.shape[0], end - start))
+    logits, cache = call(model, jnp.asarray(TOKENS[:, start:end]), positions, cache)
+    parts.append(logits)
+  np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize('name, switch', [
+    ('llama3', {'llama3_rope': None}),
+    ('mistral', {'windows': ()}),
+    ('mistral', {'windows': (6, 6, 6)}),
+    ('qwen2', {'qkv_bias': False}),
+    ('qwen3', {'qk_norm': False}),
+    ('gemma2', {'norm_offset': 0.0}),
+    ('gemma2', {'post_norms': False}),
+    ('gemma2', {'activation': 'silu'}),
+    ('gemma2', {'embed_scale': None}),
+    ('gemma2', {'query_scale': None}),
+    ('gemma2', {'attn_softcap': None}),
+    ('gemma2', {'logit_softcap': None}),
+    ('gemma2', {'windows': (5, 5, 5)}),
+    ('gemma2', {'windows': (None, 5, None)}),
+    ('gemma3', {'local_rope_theta': None}),
+])
+def test_every_switch_matters(family, name, switch):
+  """Parity says something of a switch only if turning it moves logits by far more than the tolerance."""
+  folder, expected = family(name)
+  params, config = hf.load(folder)
+  assert all(getattr(config, field) != value for field, value in switch.items())
+  turned = logits_of_model(Transformer(params, dataclasses.replace(config, **switch)))
+  assert np.abs(turned - expected).max() > 0.02
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_embedding_scale_is_rounded_as_the_weights_are(tmp_path, dtype):
+  """The root of 96 is 9.8125 in bfloat16, 0.15 % more than in float32."""
+  random_family(tmp_path, GEMMA2 | {'hidden_size': 96})
+  params, config = hf.load(tmp_path, dtype=dtype)
+  captured = []
+  original = transformer.layers.rms_norm
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(transformer.layers, 'rms_norm', lambda x, *a, **k: captured.append(x) or original(x, *a, **k))
+    model = Transformer(params, config)
+    model(jnp.asarray(TOKENS), jnp.broadcast_to(jnp.arange(17)[None], (2, 17)), model.init_cache(2, 17))
+  scale = np.asarray(96**0.5, ml_dtypes.bfloat16 if dtype == 'bfloat16' else np.float32)
+  np.testing.assert_array_equal(captured[0], np.asarray(params.embed)[TOKENS] * scale)
+
+
 # Layout and dtype.
 
 
@@ -99,6 +225,15 @@ def test_qkv_is_grouped_by_key_head(tmp_path):
   # Four query heads of 16 over two key heads: rows of q 0-31 go with the first, 32-63 with the second.
   expected = np.concatenate([q[:32], k[:16], v[:16], q[32:], k[16:], v[16:]]).T
   np.testing.assert_array_equal(params.layers[1].qkv, expected)
+
+
+def test_bias_is_grouped_as_its_matrix_is(tmp_path):
+  weights = checkpoints.tensors()
+  parts = [f'model.layers.{i}.self_attn.{part}_proj' for i in range(3) for part in 'qkv']
+  more = {f'{part}.bias': weights[f'{part}.weight'][:, 3].copy() for part in parts}
+  config = checkpoints.CONFIG | {'model_type': 'qwen2'}
+  params, _ = hf.load(checkpoints.write_folder(tmp_path, config, weights | more))
+  np.testing.assert_array_equal(params.layers[1].qkv_bias, params.layers[1].qkv[3])
 
 
 def test_dtype(tmp_path):

@@ -15,6 +15,10 @@ from cactus_jax.models.transformer import Transformer
 CONFIG = ModelConfig(
     family='llama', vocab_size=50, embed_dim=32, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8,
     mlp_dim=48, max_length=64, norm_eps=1e-5, rope_theta=1000.0, tie_embeddings=True)
+SWITCHED = dataclasses.replace(
+    CONFIG, llama3_rope=(4.0, 1.0, 3.0, 16.0), local_rope_theta=50.0, qkv_bias=True, qk_norm=True, norm_offset=1.0,
+    post_norms=True, activation='gelu_tanh', embed_scale=5.0, query_scale=0.5, attn_softcap=2.0, logit_softcap=3.0,
+    windows=(3, None))
 LENGTH = 24
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (3, LENGTH)))
 ATOL = 2e-5  # of float32 sums in another order, on logits of a few units
@@ -23,6 +27,12 @@ ATOL = 2e-5  # of float32 sums in another order, on logits of a few units
 @pytest.fixture(scope='module')
 def model():
   return Transformer(transformer.random_params(jax.random.key(0), CONFIG), CONFIG)
+
+
+@pytest.fixture(scope='module', params=[CONFIG, SWITCHED], ids=['llama', 'switched'])
+def either(request):
+  """A Llama, and a model with every switch turned."""
+  return Transformer(transformer.random_params(jax.random.key(0), request.param), request.param)
 
 
 def positions_from(starts, num):
@@ -42,8 +52,8 @@ def assert_close(actual, expected):
   np.testing.assert_allclose(actual, expected, atol=ATOL, rtol=0)
 
 
-def test_logits_are_worth_comparing(model):
-  logits = uncached(model, TOKENS)
+def test_logits_are_worth_comparing(either):
+  logits = uncached(either, TOKENS)
   assert logits.shape == (3, LENGTH, 50) and logits.dtype == jnp.float32
   assert float(jnp.std(logits)) > 0.5
   assert np.unique(np.argmax(logits, axis=-1)).size > 10
@@ -56,50 +66,50 @@ def test_untied_head(model):
 
 
 @pytest.mark.parametrize('steps', [[10] + [1] * 14, [1] * 24, [7, 4, 1, 5, 7]])
-def test_cached_equals_uncached(model, steps):
-  cache, done, parts = model.init_cache(3, LENGTH + 5), 0, []
+def test_cached_equals_uncached(either, steps):
+  cache, done, parts = either.init_cache(3, LENGTH + 5), 0, []
   for num in steps:
     tokens = TOKENS[:, done : done + num]
-    logits, cache = call(model, tokens, positions_from([done] * 3, num), cache)
+    logits, cache = call(either, tokens, positions_from([done] * 3, num), cache)
     parts.append(logits)
     done += num
-  assert_close(jnp.concatenate(parts, axis=1), uncached(model, TOKENS))
+  assert_close(jnp.concatenate(parts, axis=1), uncached(either, TOKENS))
 
 
-def test_rows_at_different_positions(model):
+def test_rows_at_different_positions(either):
   """Rows of lengths 5, 9 and 14, prefilled with garbage behind them, then stepped by 4 tokens each."""
   lengths, num = np.array([5, 9, 14]), 4
   prompt = jnp.where(jnp.arange(14)[None] < lengths[:, None], TOKENS[:, :14], 49)
-  _, cache = call(model, prompt, positions_from([0] * 3, 14), model.init_cache(3, LENGTH))
-  expected = uncached(model, TOKENS)
+  _, cache = call(either, prompt, positions_from([0] * 3, 14), either.init_cache(3, LENGTH))
+  expected = uncached(either, TOKENS)
   for _ in range(2):
     rows = np.arange(3)[:, None]
     where = positions_from(lengths, num)
-    logits, cache = call(model, TOKENS[rows, where], where, cache)
+    logits, cache = call(either, TOKENS[rows, where], where, cache)
     assert_close(logits, expected[rows, where])
     lengths = lengths + num
 
 
-def test_rollback(model):
+def test_rollback(either):
   """A rejected draft of other tokens leaves no trace once its slots are written again."""
-  expected = uncached(model, TOKENS)
-  _, cache = call(model, TOKENS[:, :10], positions_from([0] * 3, 10), model.init_cache(3, LENGTH))
-  _, cache = call(model, (TOKENS[:, 10:16] + 1) % 50, positions_from([10] * 3, 6), cache)
-  logits, cache = call(model, TOKENS[:, 10:13], positions_from([10] * 3, 3), cache)
+  expected = uncached(either, TOKENS)
+  _, cache = call(either, TOKENS[:, :10], positions_from([0] * 3, 10), either.init_cache(3, LENGTH))
+  _, cache = call(either, (TOKENS[:, 10:16] + 1) % 50, positions_from([10] * 3, 6), cache)
+  logits, cache = call(either, TOKENS[:, 10:13], positions_from([10] * 3, 3), cache)
   assert_close(logits, expected[:, 10:13])
-  logits, _ = call(model, TOKENS[:, 13:14], positions_from([13] * 3, 1), cache)
+  logits, _ = call(either, TOKENS[:, 13:14], positions_from([13] * 3, 1), cache)
   assert_close(logits, expected[:, 13:14])
 
 
-def test_padding_and_capacity_change_nothing(model):
-  expected = uncached(model, TOKENS[:, :8])
+def test_padding_and_capacity_change_nothing(either):
+  expected = uncached(either, TOKENS[:, :8])
   padded = jnp.pad(TOKENS[:, :8], ((0, 0), (0, 9)), constant_values=7)
-  logits, _ = call(model, padded, positions_from([0] * 3, 17), model.init_cache(3, 40))
+  logits, _ = call(either, padded, positions_from([0] * 3, 17), either.init_cache(3, 40))
   assert_close(logits[:, :8], expected)
 
 
-def test_a_row_does_not_depend_on_its_batch(model):
-  assert_close(uncached(model, TOKENS[1:2]), uncached(model, TOKENS)[1:2])
+def test_a_row_does_not_depend_on_its_batch(either):
+  assert_close(uncached(either, TOKENS[1:2]), uncached(either, TOKENS)[1:2])
 
 
 def test_causal(model):
@@ -129,31 +139,32 @@ def test_only_relative_positions_matter():
   assert abs(float(scores[0, 1] - scores[0, 2])) > 1e-2
 
 
-def test_writes_beyond_the_end_are_dropped(model):
-  expected = uncached(model, TOKENS[:, :12])
-  _, cache = call(model, TOKENS[:, :10], positions_from([0] * 3, 10), model.init_cache(3, 12))
-  _, full = call(model, TOKENS[:, 10:16], positions_from([10] * 3, 6), cache)  # four of six have no slot
+def test_writes_beyond_the_end_are_dropped(either):
+  expected = uncached(either, TOKENS[:, :12])
+  _, cache = call(either, TOKENS[:, :10], positions_from([0] * 3, 10), either.init_cache(3, 12))
+  _, full = call(either, TOKENS[:, 10:16], positions_from([10] * 3, 6), cache)  # four of six have no slot
   for before, after in zip(cache.k + cache.v, full.k + full.v):
     np.testing.assert_array_equal(after[:, :, :10], before[:, :, :10])
-  logits, again = call(model, TOKENS[:, 11:12], positions_from([11] * 3, 1), full)
+  logits, again = call(either, TOKENS[:, 11:12], positions_from([11] * 3, 1), full)
   assert_close(logits, expected[:, 11:12])
-  _, beyond = call(model, TOKENS[:, :3], positions_from([12, 50, 13], 3), again)
+  logits, beyond = call(either, TOKENS[:, :3], positions_from([12, 50, 13], 3), again)
+  assert jnp.isfinite(logits).all()
   for before, after in zip(again.k + again.v, beyond.k + beyond.v):
     np.testing.assert_array_equal(after, before)
 
 
-def test_half_precision(model):
-  half = Transformer(jax.tree.map(lambda array: array.astype(jnp.bfloat16), model.params), CONFIG)
+def test_half_precision(either):
+  half = Transformer(jax.tree.map(lambda array: array.astype(jnp.bfloat16), either.params), either.config)
   logits, cache = call(half, TOKENS, positions_from([0] * 3, LENGTH), half.init_cache(3, LENGTH))
   assert logits.dtype == jnp.float32
   assert {array.dtype for array in cache.k + cache.v} == {jnp.dtype(jnp.bfloat16)}
   # bfloat16 has 8 bits: errors near 2^-8 of activations of order 1, over two layers.
-  np.testing.assert_allclose(logits, uncached(model, TOKENS), atol=0.15, rtol=0)
+  np.testing.assert_allclose(logits, uncached(either, TOKENS), atol=0.15, rtol=0)
 
 
-def test_random_params_match_the_abstract_tree(model):
-  specs = transformer.abstract(CONFIG)
-  assert jax.tree.map(lambda array: array.shape, model.params) == jax.tree.map(lambda spec: spec.shape, specs)
+def test_random_params_match_the_abstract_tree(either):
+  specs = transformer.abstract(either.config)
+  assert jax.tree.map(lambda array: array.shape, either.params) == jax.tree.map(lambda spec: spec.shape, specs)
   assert all(len(spec.shape) == len(spec.axes) for spec in jax.tree.leaves(specs))
 
 
@@ -173,6 +184,55 @@ def test_early_exit_is_the_first_layers(model):
   np.testing.assert_array_equal(uncached(draft, TOKENS), uncached(expected, TOKENS))
   assert len(draft.init_cache(1, 4).k) == 1
   assert float(jnp.abs(uncached(draft, TOKENS) - uncached(model, TOKENS)).max()) > 0.5
+
+
+def test_random_norms_multiply_by_one():
+  for config in (CONFIG, SWITCHED):
+    layer = transformer.random_params(jax.random.key(0), config).layers[1]
+    norms = layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.post_attn_norm, layer.post_mlp_norm
+    assert all((norm + config.norm_offset == 1).all() for norm in norms if norm is not None)
+  assert 0.05 < float(jnp.std(layer.qkv_bias)) < 0.2
+
+
+def test_early_exit_keeps_the_windows_of_its_layers():
+  config = dataclasses.replace(CONFIG, num_layers=4, windows=(3, None, 4, None))
+  model = Transformer(transformer.random_params(jax.random.key(0), config), config)
+  draft = model.early_exit(3)
+  assert draft.config.windows == (3, None, 4)
+  wrong = Transformer(draft.params, dataclasses.replace(draft.config, windows=(3, None, None)))
+  assert float(jnp.abs(uncached(draft, TOKENS) - uncached(wrong, TOKENS)).max()) > 0.01
+
+
+@pytest.mark.parametrize('window', [1, 3, 8])
+def test_window(model, window):
+  """Layers that all have a window of w see w - 1 positions back each, and no gradient flows from further."""
+  config = dataclasses.replace(CONFIG, windows=(window, window))
+  t = 20
+
+  def score(embed, tokens):
+    params = model.params.replace(embed=embed, head=model.params.embed)
+    logits, _ = transformer.forward(params, config, tokens, positions_from([0], LENGTH), model.init_cache(1, LENGTH))
+    return jnp.sum(logits[:, t] ** 2)
+
+  gradient = jnp.abs(jax.jit(jax.grad(score))(model.params.embed, jnp.arange(LENGTH)[None])).max(axis=1)
+  first = t - 2 * (window - 1)
+  assert float(gradient[first : t + 1].min()) > 1e-7
+  np.testing.assert_array_equal(gradient[:first], 0)
+  np.testing.assert_array_equal(gradient[t + 1 : LENGTH], 0)
+
+
+def test_llama3_frequencies():
+  """Of 8, 4, 2, 1 and 1/2 turns in the original context, with bounds 1 and 4 and a factor of 8."""
+  turns = jnp.array([8.0, 4.0, 2.0, 1.0, 0.5])
+  frequencies = turns * 2 * np.pi / 64
+  scaled = layers.llama3_frequencies(frequencies, 8.0, 1.0, 4.0, 64)
+  np.testing.assert_allclose(scaled / frequencies, [1, 1, 1 / 3 + 2 / 3 / 8, 1 / 8, 1 / 8], rtol=1e-5)
+
+
+@pytest.mark.parametrize('windows', [(3,), (3, 0), (3, True), (3, 4.0)])
+def test_refuses_windows(windows):
+  with pytest.raises(ValueError, match=re.escape(f'windows={windows}: ')):
+    dataclasses.replace(CONFIG, windows=windows)
 
 
 @pytest.mark.parametrize('num_layers', [-1, 0, 2, 3])

@@ -19,7 +19,7 @@ class KVCache:
 
 def init(config, batch, length, dtype, mesh=None):
   """An empty cache of `length` slots a row."""
-  shape = (batch, config.num_kv_heads, length, config.head_dim)
+  shape = (batch, config.cache_heads, length, config.head_dim)
   zeros = lambda: tuple(sharding.constrain(jnp.zeros(shape, dtype), mesh, *AXES) for _ in range(config.num_layers))
   return KVCache(k=zeros(), v=zeros())
 

@@ -5,6 +5,16 @@ neither handles nor knows to be irrelevant: an attribute skipped in silence is a
 """
 
 import dataclasses
+from typing import NamedTuple
+
+
+class Llama3Rope(NamedTuple):
+  """What stretches the rotary frequencies of Llama 3.1 and later; see `layers.llama3_frequencies`."""
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_position_embeddings: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +34,20 @@ class ModelConfig:
   rope_theta: float
   tie_embeddings: bool
   eos_ids: tuple[int, ...] = ()
+  # What sets families apart; the defaults are those of a Llama.
+  llama3_rope: Llama3Rope | None = None
+  local_rope_theta: float | None = None  # of the layers with a window; None: rope_theta, as in the others
+  qkv_bias: bool = False
+  qk_norm: bool = False  # an RMS norm of each query and key head
+  norm_offset: float = 0.0  # what is added to the stored weight of every norm
+  post_norms: bool = False  # also a norm after attention and one after the mlp
+  activation: str = 'silu'  # of the mlp's gate; a name in layers.ACTIVATIONS
+  embed_scale: float | None = None
+  query_scale: float | None = None  # None: head_dim^-1/2
+  attn_softcap: float | None = None
+  logit_softcap: float | None = None
+  windows: tuple[int | None, ...] = ()  # a layer: positions a query sees, or None for all; empty: all None
+  kv_copies: int = 1  # how often each stored key head is held, so that more devices can share the heads; see `split`
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -36,6 +60,26 @@ class ModelConfig:
           'grouped-query attention shares each key head among a whole number of query heads.')
     if self.head_dim % 2:
       raise ValueError(f'head_dim={self.head_dim}: rotary embeddings rotate pairs, so it must be even.')
+    if self.windows and len(self.windows) != self.num_layers:
+      raise ValueError(f'windows={self.windows}: one is needed for each of the {self.num_layers} layers, or none.')
+    if any(window is not None and (type(window) is not int or window < 1) for window in self.windows):
+      raise ValueError(f'windows={self.windows}: each must be None or a whole number of at least 1; check the config.')
+
+
+  @property
+  def cache_heads(self):
+    """G: key heads as they are held, copies counted."""
+    return self.num_kv_heads * self.kv_copies
+
+  def split(self, ways: int) -> 'ModelConfig':
+    """The same model with enough copies of its key heads to give each of `ways` devices whole heads.
+
+    Where that cannot be (`ways` and the number of key heads do not divide each other, or the query heads do not share
+    out), the config as it is: attention is then whole on every device.
+    """
+    copies = ways // self.num_kv_heads
+    fits = ways % self.num_kv_heads == 0 and self.num_heads % ways == 0
+    return dataclasses.replace(self, kv_copies=copies) if fits and copies > 1 else self
 
 
 def from_hf_config(config: dict) -> ModelConfig:
@@ -69,69 +113,197 @@ def default_head_dim(embed_dim, num_heads) -> int:
 
 
 def _llama(config):
-  needed = {
-      'vocab_size': 'vocab_size',
-      'embed_dim': 'hidden_size',
-      'num_layers': 'num_hidden_layers',
-      'num_heads': 'num_attention_heads',
-      'mlp_dim': 'intermediate_size',
-      'max_length': 'max_position_embeddings',
-      'norm_eps': 'rms_norm_eps',
-  }
-  rope = {'rope_theta', 'rope_scaling', 'rope_parameters'}
-  handled = {*needed.values(), *rope, 'num_key_value_heads', 'head_dim', 'tie_word_embeddings'}
-  _refuse_unknown(config, handled, hidden_act='silu', attention_bias=False, mlp_bias=False,
-                  rope_interleaved=False, use_sliding_window=False)
-  missing = [name for name in needed.values() if config.get(name) is None]
+  _check(config, hidden_act='silu', use_sliding_window=False)
+  return _plain(config)
+
+
+def _mistral(config):
+  _check(config, needs=['num_key_value_heads'], handles=['sliding_window'], hidden_act='silu')
+  plain = _plain(config)
+  window = config.get('sliding_window', 4096)
+  return dataclasses.replace(plain, windows=() if window is None else (window,) * plain.num_layers)
+
+
+def _qwen2(config):
+  _check_qwen(config, ['num_key_value_heads'], use_mrope=False)
+  return dataclasses.replace(_plain(config), qkv_bias=True)
+
+
+def _qwen3(config):
+  _check_qwen(config, ['num_key_value_heads', 'head_dim'])
+  return dataclasses.replace(_plain(config), qk_norm=True)
+
+
+def _check_qwen(config, needs, **only):
+  _check(
+      config,
+      needs=needs,
+      handles=['sliding_window', 'max_window_layers'],  # which say nothing where use_sliding_window is false
+      hidden_act='silu',
+      use_sliding_window=False,
+      layer_types=['full_attention'] * len(config.get('layer_types') or ()),
+      **only,
+  )
+
+
+def _gemma2(config):
+  _check_gemma(config, 'attn_logit_softcapping')
+  return dataclasses.replace(
+      _gemma(config, pattern=2),
+      attn_softcap=_positive(config, 'attn_logit_softcapping', 50.0),
+      logit_softcap=_positive(config, 'final_logit_softcapping', 30.0),
+  )
+
+
+def _gemma3_text(config):
+  _check_gemma(config, 'rope_local_base_freq', 'sliding_window_pattern', '_sliding_window_pattern')
+  pattern = config.get('sliding_window_pattern') or config.get('_sliding_window_pattern') or 6
+  rope = config.get('rope_parameters') or {}
+  if not rope.keys() <= {'full_attention', 'sliding_attention'}:
+    raise ValueError(
+        f'rope_parameters={rope}: gemma3_text has one set for full_attention and one for sliding_attention; check '
+        'the config.')
+  full = config | {'rope_theta': config.get('rope_theta') or 1e6, 'rope_parameters': rope.get('full_attention')}
+  local = {'rope_theta': config.get('rope_local_base_freq') or 1e4, 'rope_parameters': rope.get('sliding_attention')}
+  local_theta, scaling = _rope(local)
+  if scaling is not None:
+    raise ValueError(f'sliding_attention with {scaling}: only plain rotary embeddings are implemented for it.')
+  return dataclasses.replace(
+      _gemma(full, pattern),
+      qk_norm=True,
+      local_rope_theta=local_theta,
+      logit_softcap=_positive(config, 'final_logit_softcapping'),
+  )
+
+
+def _check_gemma(config, *handles):
+  _check(
+      config,
+      needs=['num_key_value_heads', 'head_dim', 'query_pre_attn_scalar', 'sliding_window'],
+      handles=['layer_types', 'final_logit_softcapping', *handles],
+      hidden_act='gelu_pytorch_tanh',
+      hidden_activation='gelu_pytorch_tanh',
+      use_bidirectional_attention=False,
+  )
+
+
+def _gemma(config, pattern):
+  """What the families of Gemma share; every `pattern`-th layer sees all, unless `layer_types` says otherwise."""
+  plain = _plain(config, tied=True)
+  full, sliding = 'full_attention', 'sliding_attention'
+  kinds = config.get('layer_types') or [sliding if (i + 1) % pattern else full for i in range(plain.num_layers)]
+  if strange := sorted({*kinds} - {full, sliding}):
+    raise ValueError(f'layer_types with {", ".join(strange)}: only {full} and {sliding} are implemented.')
+  return dataclasses.replace(
+      plain,
+      norm_offset=1.0,
+      post_norms=True,
+      activation='gelu_tanh',
+      embed_scale=plain.embed_dim**0.5,
+      query_scale=_positive(config, 'query_pre_attn_scalar') ** -0.5,
+      windows=tuple(config['sliding_window'] if kind == sliding else None for kind in kinds),
+  )
+
+
+FAMILIES = {
+    'llama': _llama,
+    'mistral': _mistral,
+    'qwen2': _qwen2,
+    'qwen3': _qwen3,
+    'gemma2': _gemma2,
+    'gemma3_text': _gemma3_text,
+}
+
+# Field of ModelConfig -> the attribute that every family needs.
+_NEEDED = {
+    'vocab_size': 'vocab_size',
+    'embed_dim': 'hidden_size',
+    'num_layers': 'num_hidden_layers',
+    'num_heads': 'num_attention_heads',
+    'mlp_dim': 'intermediate_size',
+    'max_length': 'max_position_embeddings',
+    'norm_eps': 'rms_norm_eps',
+}
+_HANDLED = {
+    *_NEEDED.values(), 'num_key_value_heads', 'head_dim', 'tie_word_embeddings', 'rope_theta', 'rope_scaling',
+    'rope_parameters',
+}
+_ROPE_KINDS = {'default': (), 'llama3': Llama3Rope._fields}
+
+
+def _check(config, needs=(), handles=(), **only):
+  """Raises for attributes that are neither handled, irrelevant nor null, and for needed ones that are absent.
+
+  Args:
+    needs: attributes that this family needs beside those of all families.
+    handles: attributes that it also handles.
+    only: attribute -> its one value that is implemented.
+  """
+  family = config['model_type']
+  known = _HANDLED | {*needs, *handles} | _IRRELEVANT
+  only = {'attention_bias': False, 'mlp_bias': False, 'rope_interleaved': False} | only
+  strange = [
+      f'{name}={value!r}' + (f' (only {only[name]!r} is)' if name in only else '')
+      for name, value in config.items()
+      if name not in known and value is not None and only.get(name, ...) != value
+  ]
+  if strange:
+    raise ValueError(
+        f'{", ".join(strange)}: not implemented for model_type={family!r}, and skipping it '
+        'could give a wrong model; use a checkpoint without it or implement it in models/config.py.')
+  missing = [name for name in (*_NEEDED.values(), *needs) if config.get(name) is None]
   if missing:
-    raise ValueError(f'the config lacks {", ".join(missing)}: a llama needs them; complete config.json.')
-  sizes = {ours: config[theirs] for ours, theirs in needed.items()}
+    raise ValueError(f'the config lacks {", ".join(missing)}: a {family} needs them; complete config.json.')
+
+
+def _plain(config, tied=False):
+  """The config without what sets its family apart; `tied` is what its family means by no `tie_word_embeddings`."""
+  sizes = {ours: config[theirs] for ours, theirs in _NEEDED.items()}
+  theta, llama3 = _rope(config)
   return ModelConfig(
-      family='llama',
+      family=config['model_type'],
       num_kv_heads=config.get('num_key_value_heads') or sizes['num_heads'],
       head_dim=config.get('head_dim') or default_head_dim(sizes['embed_dim'], sizes['num_heads']),
-      rope_theta=_rope_theta(config),
-      tie_embeddings=bool(config.get('tie_word_embeddings')),
+      rope_theta=theta,
+      tie_embeddings=bool(config.get('tie_word_embeddings', tied)),
       eos_ids=eos_ids_of(config),
+      llama3_rope=llama3,
       **sizes,
   )
 
 
-FAMILIES = {'llama': _llama}
-
-
-def _refuse_unknown(config, handled, **only):
-  """Raises for attributes outside `handled`, unless irrelevant, null or at the one value we implement."""
-  strange = [
-      f'{name}={value!r}' + (f' (only {only[name]!r} is)' if name in only else '')
-      for name, value in config.items()
-      if name not in handled | _IRRELEVANT and value is not None and only.get(name, ...) != value
-  ]
-  if strange:
-    raise ValueError(
-        f'{", ".join(strange)}: not implemented for model_type={config["model_type"]!r}, and skipping it '
-        'could give a wrong model; use a checkpoint without it or implement it in models/config.py.')
-
-
-def _rope_theta(config):
-  """The base of plain rotary embeddings; `rope_parameters` (transformers 5) overrules the older two."""
+def _rope(config):
+  """The base of rotary embeddings and a `Llama3Rope` or None; `rope_parameters` (transformers 5) overrules the rest."""
   rope = (config.get('rope_scaling') or {}) | (config.get('rope_parameters') or {})
   theta = rope.pop('rope_theta', config.get('rope_theta') or 10000.0)
   kind = rope.pop('type', 'default')
   kind = rope.pop('rope_type', kind)
-  if kind != 'default' or rope:
+  if kind not in _ROPE_KINDS or rope.keys() != {*_ROPE_KINDS[kind]}:
     raise ValueError(
-        f'rope_type={kind!r} with {rope}: only plain rotary embeddings (rope_type "default") are '
-        'implemented; use a checkpoint without rope scaling.')
-  return float(theta)
+        f'rope_type={kind!r} with {rope}: only "default" with nothing else and "llama3" with '
+        f'{", ".join(Llama3Rope._fields)} are implemented; use a checkpoint with other rotary embeddings.')
+  if kind == 'default':
+    return float(theta), None
+  llama3 = Llama3Rope(*(float(_positive(rope, name)) for name in Llama3Rope._fields))
+  if llama3.low_freq_factor >= llama3.high_freq_factor:
+    raise ValueError(f'{llama3}: low_freq_factor must be below high_freq_factor; check the config.')
+  return float(theta), llama3
+
+
+def _positive(config, name, default=None):
+  """The number of that name, or None for null."""
+  value = config.get(name, default)
+  if value is not None and not (type(value) in (int, float) and value > 0):
+    raise ValueError(f'{name}={value!r}: must be a number above 0; check the config.')
+  return value
 
 
 # Attributes that say nothing about the forward pass of a trained decoder.
 _IRRELEVANT = frozenset("""
 _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures
-attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
+chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
+early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
 forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder
 is_llama_config label2id length_penalty max_length min_length model_type no_repeat_ngram_size
 num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_scores

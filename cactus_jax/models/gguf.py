@@ -57,7 +57,7 @@ SPLITS = {
 }
 
 
-def load(path, *, dtype=None) -> tuple[Params, ModelConfig]:
+def load(path, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
   """Weights, dequantised, and config of a GGUF file.
 
   Raises ValueError for a model that is not implemented and for a file that is damaged or does not fit.
@@ -66,7 +66,7 @@ def load(path, *, dtype=None) -> tuple[Params, ModelConfig]:
   reader = _open(path)
   tensors = {tensor.name: tensor for tensor in reader.tensors}
   stored = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
-  config = _config(reader, stored, path)
+  config = weights.for_mesh(_config(reader, stored, path), mesh)
 
   def read(name):
     array = _dequantize(tensors[name], path)
@@ -74,7 +74,7 @@ def load(path, *, dtype=None) -> tuple[Params, ModelConfig]:
       array = _unpermute(array, config.head_dim)
     return array
 
-  return weights.assemble(config, NAMES, stored, read, source=path, dtype=dtype), config
+  return weights.assemble(config, NAMES, stored, read, source=path, dtype=dtype, mesh=mesh), config
 
 
 def load_tokenizer(path):

@@ -26,6 +26,17 @@ NAMES = {
     'down': 'model.layers.{}.mlp.down_proj.weight',
     'final_norm': 'model.norm.weight',
     'head': 'lm_head.weight',
+    'q_bias': 'model.layers.{}.self_attn.q_proj.bias',
+    'k_bias': 'model.layers.{}.self_attn.k_proj.bias',
+    'v_bias': 'model.layers.{}.self_attn.v_proj.bias',
+    'q_norm': 'model.layers.{}.self_attn.q_norm.weight',
+    'k_norm': 'model.layers.{}.self_attn.k_norm.weight',
+}
+# Where a norm follows attention, it has the name that the one before the mlp has elsewhere.
+POST_NORM_NAMES = NAMES | {
+    'mlp_norm': 'model.layers.{}.pre_feedforward_layernorm.weight',
+    'post_attn_norm': 'model.layers.{}.post_attention_layernorm.weight',
+    'post_mlp_norm': 'model.layers.{}.post_feedforward_layernorm.weight',
 }
 BUFFERS = ('rotary_emb.inv_freq',)  # endings of tensors that old checkpoints hold and a model recomputes
 FLOATS = ('F64', 'F32', 'F16', 'BF16')
@@ -34,18 +45,19 @@ TOKENIZER_FILES = ('*.json', '*.jinja', 'merges.txt', 'tokenizer.model')
 WEIGHT_FILES = ('*.json', 'model*.safetensors')
 
 
-def load(source, *, dtype=None) -> tuple[Params, ModelConfig]:
+def load(source, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
   """Weights and config of a checkpoint folder or hub id.
 
   Raises ValueError for a model that is not implemented and for files that are missing, damaged or do not fit.
   """
   folder = fetch(source, (*WEIGHT_FILES, *TOKENIZER_FILES))
-  config = read_config(folder)
+  config = weights.for_mesh(read_config(folder), mesh)
   with contextlib.ExitStack() as stack:
     files = _open_tensors(folder, stack)
     stored = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
     read = lambda name: files[name].get_tensor(name)
-    params = weights.assemble(config, NAMES, stored, read, source=folder, dtype=dtype)
+    names = POST_NORM_NAMES if config.post_norms else NAMES
+    params = weights.assemble(config, names, stored, read, source=folder, dtype=dtype, mesh=mesh)
   return params, config
 
 

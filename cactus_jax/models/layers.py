@@ -1,5 +1,7 @@
 """The parts of a decoder layer: functions of arrays, with no state and no configuration object."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -42,18 +44,51 @@ def _matvec_in_quarters(x_11D, weight_DF):
   return parts_4F.sum(axis=0).reshape(1, 1, F)
 
 
-def rms_norm(x_BTD, weight_D, eps):
-  """x / sqrt(mean x^2 + eps) * weight, computed in float32 (Zhang and Sennrich, 2019)."""
+def rms_norm(x_BTD, weight_D, eps, offset=0.0):
+  """x / sqrt(mean x^2 + eps) * (offset + weight), computed in float32 (Zhang and Sennrich, 2019).
+
+  Some families store the weight as its distance from 1; their offset is 1.
+  """
   x = x_BTD.astype(jnp.float32)
   x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-  return (x * weight_D[None, None].astype(jnp.float32)).astype(x_BTD.dtype)
+  weight = weight_D.reshape((1,) * (x.ndim - weight_D.ndim) + weight_D.shape).astype(jnp.float32)
+  if offset:
+    weight += offset
+  return (x * weight).astype(x_BTD.dtype)
 
 
-def rope_angles(positions_BT, head_dim, theta):
-  """cos and sin, f32[B, T, H/2], of position times frequency (RoFormer, Su et al., 2021, equation 15)."""
+def norm_heads(qk_BTGRH, q_norm_H, k_norm_H, eps, offset=0.0):
+  """RMS norm of each head (Henry et al., 2020): the last of the R is the key's, all others are queries."""
+  weight_RH = jnp.stack([q_norm_H] * (qk_BTGRH.shape[3] - 1) + [k_norm_H])
+  return rms_norm(qk_BTGRH, weight_RH, eps, offset)
+
+
+def soft_cap(x, cap):
+  """x bent into (-cap, cap) by a tanh (Bello et al., 2016; Gemma 2)."""
+  return cap * jnp.tanh(x / cap)
+
+
+def rope_angles(positions_BT, head_dim, theta, llama3=None):
+  """cos and sin, f32[B, T, H/2], of position times frequency (RoFormer, Su et al., 2021, equation 15).
+
+  llama3: None or the four numbers of `llama3_frequencies`.
+  """
   frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+  if llama3 is not None:
+    frequencies = llama3_frequencies(frequencies, *llama3)
   angles = positions_BT[..., None].astype(jnp.float32) * frequencies[None, None]
   return jnp.cos(angles), jnp.sin(angles)
+
+
+def llama3_frequencies(frequencies, factor, low, high, original_length):
+  """Frequencies for a context `factor` times the original one, as Llama 3.1 has them.
+
+  A frequency with fewer than `low` turns in the original context is divided by the factor, one with more than `high`
+  is kept, and between them the two are mixed.
+  """
+  turns = original_length * frequencies / (2 * jnp.pi)
+  kept = jnp.clip((turns - low) / (high - low), 0, 1)
+  return (1 - kept) * frequencies / factor + kept * frequencies
 
 
 def rope(x_BTGRH, cos, sin):
@@ -64,7 +99,7 @@ def rope(x_BTGRH, cos, sin):
   return rotated.astype(x_BTGRH.dtype)
 
 
-def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT):
+def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None, cap=None, window=None):
   """Causal attention of T new tokens over themselves and a cache of S slots; slot s holds the key of position s.
 
   The cache is as it was before these tokens: of it a row sees the slots before its first new position, whatever stands
@@ -72,32 +107,47 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT):
   and to attend to the cache alone is the same mathematics, but makes XLA's TPU backend bring every cache to VMEM, write
   there, and carry all of it back.)
 
-  Args: q, k, v of the new tokens, at consecutive positions in each row; the cache; positions_BT i32[B, T].
+  Args:
+    q_BTGRH, k_BTGH, v_BTGH: of the new tokens, which stand at consecutive positions in each row.
+    k_BGSH, v_BGSH: the cache. positions_BT: i32[B, T].
+    scale: of the scores; None is H^-1/2.
+    cap: of the scores (`soft_cap`), or None.
+    window: how many positions a query sees, its own included, or None for all.
   Returns: [B, T, G*R*H].
   """
   B, T, G, R, H = q_BTGRH.shape
-  S = k_BGSH.shape[2]
   # One batched matrix product over [B, G] with the T*R queries of a group as its rows; as an einsum over five axes
   # the same product takes twice as long on a CPU.
   batch = ((0, 1), (0, 1))
   q_BGQH = q_BTGRH.swapaxes(1, 2).reshape(B, G, T * R, H)
 
-  def scores(k_BGSH, seen_BTS):
-    scores_BGQS = jax.lax.dot_general(
-        q_BGQH, k_BGSH, (((3,), (3,)), batch), preferred_element_type=jnp.float32) * H**-0.5
-    return jnp.where(jnp.repeat(seen_BTS, R, axis=1)[:, None], scores_BGQS, -jnp.inf)
+  def scores(k_BGSH, slots_BTS, seen_BTS):
+    scores = jax.lax.dot_general(q_BGQH, k_BGSH, (((3,), (3,)), batch), preferred_element_type=jnp.float32)
+    scores = scores * (H**-0.5 if scale is None else scale)
+    if cap is not None:
+      scores = soft_cap(scores, cap)
+    if window is not None:
+      seen_BTS &= positions_BT[..., None] - slots_BTS < window
+    return jnp.where(jnp.repeat(seen_BTS, R, axis=1)[:, None], scores, -jnp.inf)
 
-  old_BGQS = scores(k_BGSH, jnp.broadcast_to(jnp.arange(S)[None, None] < positions_BT[:, :1, None], (B, T, S)))
-  new_BGQT = scores(k_BTGH.swapaxes(1, 2), positions_BT[:, None] <= positions_BT[..., None])
-  peak = jnp.maximum(jnp.max(old_BGQS, axis=-1, keepdims=True), jnp.max(new_BGQT, axis=-1, keepdims=True))
-  old_BGQS, new_BGQT = jnp.exp(old_BGQS - peak), jnp.exp(new_BGQT - peak)
-  mass = jnp.sum(old_BGQS, axis=-1, keepdims=True) + jnp.sum(new_BGQT, axis=-1, keepdims=True)
-  values = lambda weights, v_BGSH: jax.lax.dot_general(
+  slots_11S = jnp.arange(k_BGSH.shape[2])[None, None]
+  old_BGQS = scores(k_BGSH, slots_11S, jnp.broadcast_to(slots_11S < positions_BT[:, :1, None], (B, T, slots_11S.size)))
+  new_BGQT = scores(
+      k_BTGH.swapaxes(1, 2), positions_BT[:, None], positions_BT[:, None] <= positions_BT[..., None])
+  # A token sees itself, so the peak is finite.
+  peak_BGQ1 = jnp.maximum(jnp.max(old_BGQS, axis=-1, keepdims=True), jnp.max(new_BGQT, axis=-1, keepdims=True))
+  old_BGQS, new_BGQT = jnp.exp(old_BGQS - peak_BGQ1), jnp.exp(new_BGQT - peak_BGQ1)
+  mass_BGQ1 = jnp.sum(old_BGQS, axis=-1, keepdims=True) + jnp.sum(new_BGQT, axis=-1, keepdims=True)
+  mean = lambda weights, v_BGSH: jax.lax.dot_general(
       weights.astype(v_BGSH.dtype), v_BGSH, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
-  out_BGQH = ((values(old_BGQS, v_BGSH) + values(new_BGQT, v_BTGH.swapaxes(1, 2))) / mass).astype(v_BGSH.dtype)
+  out_BGQH = (mean(old_BGQS, v_BGSH) + mean(new_BGQT, v_BTGH.swapaxes(1, 2))) / mass_BGQ1
+  out_BGQH = out_BGQH.astype(v_BGSH.dtype)
   return out_BGQH.reshape(B, G, T, R * H).swapaxes(1, 2).reshape(B, T, -1)
 
 
-def gated_mlp(x_BTD, gate_DF, up_DF, down_FD):
-  """down(silu(gate x) * up x): SwiGLU (Shazeer, 2020)."""
-  return matmul(jax.nn.silu(matmul(x_BTD, gate_DF)) * matmul(x_BTD, up_DF), down_FD)
+ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def gated_mlp(x_BTD, gate_DF, up_DF, down_FD, activation='silu'):
+  """down(activation(gate x) * up x): SwiGLU, or GEGLU with the tanh approximation of gelu (Shazeer, 2020)."""
+  return matmul(ACTIVATIONS[activation](matmul(x_BTD, gate_DF)) * matmul(x_BTD, up_DF), down_FD)

@@ -5,6 +5,7 @@ runs twice as slowly on a CPU, where one token is bound by reading each weight o
 """
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -31,6 +32,12 @@ class Layer:
   gate: jax.Array  # [D, F]
   up: jax.Array  # [D, F]
   down: jax.Array  # [F, D]
+  # None where the family has none.
+  qkv_bias: jax.Array | None = None  # [G*(R+2)*H], grouped as qkv is
+  q_norm: jax.Array | None = None  # [H], of every query head
+  k_norm: jax.Array | None = None  # [H], of every key head
+  post_attn_norm: jax.Array | None = None  # [D], of what attention adds
+  post_mlp_norm: jax.Array | None = None  # [D], of what the mlp adds
 
 
 @flax.struct.dataclass
@@ -54,33 +61,41 @@ class ParamSpec:
 def abstract(config: ModelConfig) -> Params:
   """The tree of `ParamSpec` that weights of `config` must match."""
   D, F, V = config.embed_dim, config.mlp_dim, config.vocab_size
-  NH, GH = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+  NH, GH = config.num_heads * config.head_dim, config.cache_heads * config.head_dim
+  norm, head_norm = ParamSpec((D,), ('norm',)), ParamSpec((config.head_dim,), ('norm',))
   layer = Layer(
-      attn_norm=ParamSpec((D,), ('embed',)),
+      attn_norm=norm,
       qkv=ParamSpec((D, NH + 2 * GH), ('embed', 'heads')),
       o=ParamSpec((NH, D), ('heads', 'embed')),
-      mlp_norm=ParamSpec((D,), ('embed',)),
+      mlp_norm=norm,
       gate=ParamSpec((D, F), ('embed', 'mlp')),
       up=ParamSpec((D, F), ('embed', 'mlp')),
       down=ParamSpec((F, D), ('mlp', 'embed')),
+      qkv_bias=ParamSpec((NH + 2 * GH,), ('heads',)) if config.qkv_bias else None,
+      q_norm=head_norm if config.qk_norm else None,
+      k_norm=head_norm if config.qk_norm else None,
+      post_attn_norm=norm if config.post_norms else None,
+      post_mlp_norm=norm if config.post_norms else None,
   )
   table = ParamSpec((V, D), ('vocab', 'embed'))
   return Params(
       embed=table,
       layers=(layer,) * config.num_layers,
-      final_norm=ParamSpec((D,), ('embed',)),
+      final_norm=norm,
       head=None if config.tie_embeddings else table,
   )
 
 
 def random_params(key, config: ModelConfig, dtype=jnp.float32) -> Params:
-  """Weights of the right shapes with a plausible scale: norms 1, matrices N(0, 1/fan_in)."""
+  """Weights of a plausible scale: norms multiply by 1, matrices N(0, 1/fan_in), biases N(0, 0.01)."""
   specs, tree = jax.tree.flatten(abstract(config))
   keys = jax.random.split(key, len(specs))
 
   def draw(key, spec):
+    if spec.axes == ('heads',):
+      return (jax.random.normal(key, spec.shape) * 0.1).astype(dtype)
     if len(spec.shape) == 1:
-      return jnp.ones(spec.shape, dtype)
+      return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
     fan_in = spec.shape[1] if spec.axes[0] == 'vocab' else spec.shape[0]
     return (jax.random.normal(key, spec.shape) * fan_in**-0.5).astype(dtype)
 
@@ -104,7 +119,8 @@ class Transformer:
       cache: `KVCache` whose slots before each row's first position are valid.
     Returns: f32[B, T, V] and the new cache.
     """
-    return forward(self.params, self.config, tokens_BT, positions_BT, cache, self.mesh)
+    with jax.named_scope('forward'):
+      return forward(self.params, self.config, tokens_BT, positions_BT, cache, self.mesh)
 
   def init_cache(self, batch, length):
     """An empty cache in the dtype of the weights."""
@@ -122,7 +138,8 @@ class Transformer:
           f'them and fewer than all, so choose 1..{self.config.num_layers - 1}.')
     return Transformer(
         params=self.params.replace(layers=self.params.layers[:num_layers]),
-        config=dataclasses.replace(self.config, num_layers=num_layers),
+        config=dataclasses.replace(
+            self.config, num_layers=num_layers, windows=self.config.windows[:num_layers]),
         mesh=self.mesh,
     )
 
@@ -130,26 +147,42 @@ class Transformer:
 def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
   """One pass over T new tokens a row; see `Transformer.__call__`."""
   B, T = tokens_BT.shape
-  R = config.num_heads // config.num_kv_heads
-  cos, sin = layers.rope_angles(positions_BT, config.head_dim, config.rope_theta)
+  R = config.num_heads // config.cache_heads
+  angles = layers.rope_angles(positions_BT, config.head_dim, config.rope_theta, config.llama3_rope)
+  local_angles = angles
+  if config.local_rope_theta is not None:
+    local_angles = layers.rope_angles(positions_BT, config.head_dim, config.local_rope_theta)
+  norm = functools.partial(layers.rms_norm, eps=config.norm_eps, offset=config.norm_offset)
+  windows = config.windows or (None,) * config.num_layers
   whole = lambda x_BTD: sharding.constrain(x_BTD, mesh, 'batch', None, None)
   x_BTD = whole(params.embed[tokens_BT])
+  if config.embed_scale is not None:
+    x_BTD *= jnp.asarray(config.embed_scale, x_BTD.dtype)
   new_k, new_v = [], []
-  for layer, k_BGSH, v_BGSH in zip(params.layers, cache.k, cache.v, strict=True):
-    h_BTD = layers.rms_norm(x_BTD, layer.attn_norm, config.norm_eps)
-    qkv = jax.lax.optimization_barrier(layers.matmul(h_BTD, layer.qkv)).reshape(B, T, config.num_kv_heads, R + 2, config.head_dim)
-    qk = layers.rope(qkv[:, :, :, : R + 1], cos, sin)
+  for layer, window, k_BGSH, v_BGSH in zip(params.layers, windows, cache.k, cache.v, strict=True):
+    # The barrier keeps XLA's TPU backend from laying the matrix out anew, in each step, to suit the reshape below.
+    qkv = jax.lax.optimization_barrier(layers.matmul(norm(x_BTD, layer.attn_norm), layer.qkv))
+    if config.qkv_bias:
+      qkv += layer.qkv_bias[None, None]
+    qkv = qkv.reshape(B, T, config.cache_heads, R + 2, config.head_dim)
+    qk = qkv[:, :, :, : R + 1]
+    if config.qk_norm:
+      qk = layers.norm_heads(qk, layer.q_norm, layer.k_norm, config.norm_eps, config.norm_offset)
+    qk = layers.rope(qk, *(angles if window is None else local_angles))
     k_BTGH, v_BTGH = qk[:, :, :, R], qkv[:, :, :, R + 1]
-    attended_BTN = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT)
-    x_BTD += layers.matmul(attended_BTN, layer.o)
-    x_BTD = whole(x_BTD)
-    h_BTD = layers.rms_norm(x_BTD, layer.mlp_norm, config.norm_eps)
-    x_BTD += layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down)
-    x_BTD = whole(x_BTD)
+    h_BTD = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT,
+                             config.query_scale, config.attn_softcap, window)
+    h_BTD = layers.matmul(h_BTD, layer.o)
+    x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_attn_norm) if config.post_norms else h_BTD))
+    h_BTD = norm(x_BTD, layer.mlp_norm)
+    h_BTD = layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down, config.activation)
+    x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_mlp_norm) if config.post_norms else h_BTD))
     new_k.append(kv.write(k_BGSH, k_BTGH, positions_BT, mesh))
     new_v.append(kv.write(v_BGSH, v_BTGH, positions_BT, mesh))
-  x_BTD = layers.rms_norm(x_BTD, params.final_norm, config.norm_eps)
+  x_BTD = norm(x_BTD, params.final_norm)
   head_VD = params.embed if params.head is None else params.head
-  logits_BTV = layers.logits(x_BTD, head_VD)
-  logits_BTV = sharding.by_row(sharding.constrain(logits_BTV, mesh, 'batch', None, 'vocab'), mesh)
+  logits_BTV = sharding.constrain(layers.logits(x_BTD, head_VD), mesh, 'batch', None, 'vocab')
+  if config.logit_softcap is not None:
+    logits_BTV = layers.soft_cap(logits_BTV, config.logit_softcap)
+  logits_BTV = sharding.by_row(logits_BTV, mesh)
   return logits_BTV, kv.KVCache(k=tuple(new_k), v=tuple(new_v))

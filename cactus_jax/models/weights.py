@@ -6,15 +6,17 @@ value apart.
 """
 
 import logging
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cactus_jax import sharding
 from cactus_jax.models import transformer
 
 
-def assemble(config, names, stored, read, *, source, dtype=None):
+def assemble(config, names, stored, read, *, source, dtype=None, mesh=None):
   """The `Params` of `config`, one weight at a time, so that little more than the result is ever in memory.
 
   Args:
@@ -24,6 +26,7 @@ def assemble(config, names, stored, read, *, source, dtype=None):
     read: name -> float array as stored, matrices [out, in].
     source: what to call the file in errors.
     dtype: of the result; None is float32 on a CPU and bfloat16 elsewhere.
+    mesh: whose devices share the weights, or None.
   Raises: ValueError naming the weights that are missing, unknown or of the wrong shape.
   """
   dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
@@ -40,9 +43,27 @@ def assemble(config, names, stored, read, *, source, dtype=None):
   def build(path, spec, needs):
     array = _to_ours(_field(path), config, [read(name) for name in needs])
     assert array.shape == spec.shape, (path, array.shape, spec.shape)
-    return jax.device_put(np.array(array, dtype, order='C'))  # a copy: what is read may be a view of the file
+    where = mesh and sharding.sharding_of(mesh, spec.axes, spec.shape)
+    return jax.device_put(np.array(array, dtype, order='C'), where)  # a copy: what is read may be a view of the file
 
   return jax.tree.unflatten(tree, [build(*pair, needs) for pair, needs in zip(specs, pieces)])
+
+
+def for_mesh(config, mesh):
+  """The config with its key heads repeated as the mesh asks; warns of what cannot be split."""
+  if mesh is None:
+    return config
+  ways = mesh.shape['model']
+  config = config.split(ways)
+  sizes = {
+      f'attention ({config.num_heads} query and {config.num_kv_heads} key heads)': config.cache_heads,
+      f'the mlp ({config.mlp_dim})': config.mlp_dim,
+      f'the vocabulary ({config.vocab_size})': config.vocab_size,
+  }
+  whole = [what for what, size in sizes.items() if size % ways]
+  if whole:
+    warnings.warn(f'{", ".join(whole)} cannot be split over {ways} devices: each of them has it whole.', stacklevel=4)
+  return config
 
 
 def default_dtype():
@@ -50,13 +71,16 @@ def default_dtype():
   return jnp.dtype(jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16)
 
 
+# Our weight -> the three that formats store apart.
+_GROUPED = {'qkv': ('q', 'k', 'v'), 'qkv_bias': ('q_bias', 'k_bias', 'v_bias')}
+
+
 def _pieces(config, names, path, spec):
   """{name in the file: shape there} of the tensors that make up one weight."""
   field = _field(path)
-  if field == 'qkv':
-    D, H = config.embed_dim, config.head_dim
-    G, N = config.num_kv_heads, config.num_heads
-    shapes = {'q': (N * H, D), 'k': (G * H, D), 'v': (G * H, D)}
+  if field in _GROUPED:
+    rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    shapes = {part: (n, *spec.shape[:-1]) for part, n in zip(_GROUPED[field], rows)}
   else:
     shapes = {field: spec.shape if _kept(field) else spec.shape[::-1]}
   return {names[part].format(*(key.idx for key in path[1:-1])): shape for part, shape in shapes.items()}
@@ -64,10 +88,13 @@ def _pieces(config, names, path, spec):
 
 def _to_ours(field, config, arrays):
   """One of our weights from its stored tensors."""
-  if field == 'qkv':
-    # Per key head: its R query heads, its key, its value.
-    grouped = [a.reshape(config.num_kv_heads, -1, config.head_dim, config.embed_dim) for a in arrays]
-    return np.concatenate(grouped, axis=1).reshape(-1, config.embed_dim).T
+  if field in _GROUPED:
+    # Per key head: its R query heads, its key, its value. Copies of a key head share its query heads out.
+    into = arrays[0].shape[1:]
+    repeat = lambda a: np.repeat(a.reshape(config.num_kv_heads, 1, config.head_dim, *into), config.kv_copies, axis=0)
+    q, k, v = arrays
+    grouped = [q.reshape(config.cache_heads, -1, config.head_dim, *into), repeat(k), repeat(v)]
+    return np.concatenate(grouped, axis=1).reshape(-1, *into).T
   return arrays[0] if _kept(field) else arrays[0].T
 
 
