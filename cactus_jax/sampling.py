@@ -140,13 +140,13 @@ def _largest(weights_BTV, count):
   short: a TPU sorts everything it is asked the largest of.
   """
   # The barriers keep XLA from merging later reads into top_k, which on a CPU turns it into a full sort.
-  largest = lambda x: jax.lax.optimization_barrier(jax.lax.top_k(x, count))
+  largest = lambda x, what: jax.lax.optimization_barrier(jax.lax.top_k(x, count)[what])
   blocks_BTNW = _blocks(weights_BTV)
   if blocks_BTNW.shape[-2] <= count:
-    return largest(weights_BTV)[0]
-  _, block_BTC = largest(jnp.max(blocks_BTNW, axis=-1))
+    return largest(weights_BTV, 0)
+  block_BTC = largest(jnp.max(blocks_BTNW, axis=-1), 1)
   candidates_BTCW = jnp.take_along_axis(blocks_BTNW, block_BTC[..., None], axis=2)
-  return largest(candidates_BTCW.reshape(*weights_BTV.shape[:2], -1))[0]
+  return largest(candidates_BTCW.reshape(*weights_BTV.shape[:2], -1), 0)
 
 
 def _search_floor(weights_BTV, top_k, top_p):

@@ -1,7 +1,9 @@
 """Decodes on several meshes and writes what came out; run by mesh_test.py in processes of their own.
 
-  python tests/mesh_program.py OUT MESH ...        each mesh as DATAxFSDPxMODEL, or "none"
-  python tests/mesh_program.py OUT MESH ... --processes=2 --process=0 --port=12345
+  python -m tests.mesh_program OUT MESH[:HALF] ...
+  python -m tests.mesh_program OUT MESH[:HALF] ... --processes=2 --process=0 --port=12345
+
+A mesh is DATAxFSDPxMODEL, or "none". HALF, 0 or 1, stands for every other pair of draft and rule.
 """
 
 import argparse
@@ -15,7 +17,6 @@ def arguments():
   parser = argparse.ArgumentParser()
   parser.add_argument('out')
   parser.add_argument('meshes', nargs='+')
-  parser.add_argument('--half', type=int, help='0 or 1: half of the pairs of draft and rule; the other mesh has the rest')
   parser.add_argument('--text', action='store_true', help='answer prompts too')
   parser.add_argument('--processes', type=int, default=1)
   parser.add_argument('--process', type=int, default=0)
@@ -32,11 +33,11 @@ def models(mesh):
   from cactus_jax import sharding
   from cactus_jax.models import config, transformer, weights
 
-  # 4 key heads over 8 devices are held twice; 3 ids pad the vocabulary.
-  verifier = config.ModelConfig('qwen3', vocab_size=136, embed_dim=32, num_layers=2, num_heads=8, num_kv_heads=4,
+  # 4 key heads over 8 devices are held twice; 5 ids pad the vocabulary.
+  verifier = config.ModelConfig('qwen3', vocab_size=272, embed_dim=32, num_layers=2, num_heads=8, num_kv_heads=4,
                                 head_dim=8, mlp_dim=64, max_length=256, norm_eps=1e-6, rope_theta=1e4,
                                 tie_embeddings=False, qk_norm=True)
-  draft = dataclasses.replace(verifier, num_layers=1, vocab_size=144, tie_embeddings=True)
+  draft = dataclasses.replace(verifier, num_layers=1, vocab_size=280, tie_embeddings=True)
   made = []
   for seed, (sizes, where) in enumerate(((verifier, mesh), (draft, mesh and sharding.narrow(mesh, 1)))):
     stored = weights_as_stored(transformer.random_params(jax.random.key(seed), sizes), sizes)
@@ -80,7 +81,7 @@ def decode_all(mesh, half=None):
   target, draft = models(mesh)
   rng = np.random.default_rng(0)
   length = np.array([3, 9, 5, 8, 4, 7, 6, 9], np.int32)
-  prompts = np.where(np.arange(9) < length[:, None], rng.integers(0, 133, (8, 9)), 0).astype(np.int32)
+  prompts = np.where(np.arange(9) < length[:, None], rng.integers(0, 267, (8, 9)), 0).astype(np.int32)
   prompts[2, :5] = [7, 8, 7, 8, 7]  # something for prompt lookup to find
   sampling = cj.SamplingParams(temperature=np.array([1, 0.7, 0, 1, 1, 0.7, 1, 1]), top_k=np.array([0, 20, 0, 5, 0, 20, 0, 0]))
   drafts = {'model': draft, 'early exit': target.early_exit(1), 'lookup': cj.PromptLookup(), 'none': None}
@@ -89,7 +90,7 @@ def decode_all(mesh, half=None):
     for j, rule in enumerate((cj.Exact(), cj.Cactus(0.5))):
       if half is not None and (i + j) % 2 != half:
         continue
-      config = decode.DecodeConfig(num_draft=3, max_length=40, vocab_size=133, eos_ids=(5,), ledger=rule == cj.Exact())
+      config = decode.DecodeConfig(num_draft=3, max_length=40, vocab_size=267, eos_ids=tuple(range(5, 267, 12)), ledger=rule == cj.Exact())
       keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(1), np.arange(8))
       put = lambda tree: tree if mesh is None else sharding.place(tree, sharding.rows(mesh))
       state = decode.prefill(target, drafter, *put((prompts, length, keys, length + 28)), config)
@@ -119,17 +120,13 @@ def write_text(mesh):
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
     out = cj.generate_text(
-        ['a', 'bc', 'def', 'a longer prompt', 'z'], target=target, draft=draft, tokenizer=_tokenizer(fakes), raw=True,
+        ['a', 'bc', 'def', 'a longer prompt', 'z'], target=target, draft=draft, tokenizer=fakes.byte_tokenizer(), raw=True,
         rule=cj.Clamp(0.5), num_draft=3, max_new_tokens=20, stop=('r',), seed=3, ledger=True)
   stats = out.stats
   return {'tokens': out.tokens, 'texts': out.texts, 'finish': out.finish_reasons, 'lossless': out.lossless,
           'counts': [stats.new_tokens, stats.decoded, stats.verifier_calls, stats.accepted_at, stats.tested_at],
           'rows': [len(out.kl), len(out.logprobs), len(out.emitted_logprobs)],
           'notes': [str(w.message) for w in caught if 'idle' in str(w.message)]}
-
-
-def _tokenizer(fakes):
-  return fakes.byte_tokenizer()
 
 
 def main():
@@ -146,10 +143,10 @@ def main():
 
   assert len(jax.devices()) == DEVICES and jax.process_count() == args.processes
   results = {}
-  for name in args.meshes:
+  for name, _, half in (mesh.partition(':') for mesh in args.meshes):
     sizes = dict(zip(('data', 'fsdp', 'model'), map(int, name.split('x')))) if name != 'none' else None
     mesh = sizes and sharding.make_mesh(**sizes)
-    results[name] = decode_all(mesh, args.half)
+    results[name] = decode_all(mesh, int(half) if half else None)
     if args.text:
       results[name]['text'] = write_text(mesh)
   with open(args.out, 'w', encoding='utf-8') as file:

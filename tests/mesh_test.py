@@ -1,0 +1,152 @@
+"""The same tokens on one device, on meshes of eight, and on two processes of four; and the mesh itself.
+
+The devices are pretended by the CPU. They must be there before JAX starts, so what needs them runs in processes of its
+own (mesh_program.py).
+"""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cactus_jax import sharding
+
+ROOT = pathlib.Path(__file__).parent.parent
+MESHES = ('8x1x1', '4x1x2', '2x1x4', '1x1x8')  # data x fsdp x model
+TIMEOUT = 900
+
+
+def start(out, *arguments):
+  command = [sys.executable, '-m', 'tests.mesh_program', str(out), *map(str, arguments)]
+  return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(*programs):
+  for program in programs:
+    output, _ = program.communicate(timeout=TIMEOUT)
+    assert program.returncode == 0, output[-3000:]
+
+
+def on_two_processes(folder, *arguments):
+  """What each of two processes of four devices found."""
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    port = free.getsockname()[1]
+  outs = [folder / f'process{i}.json' for i in range(2)]
+  finish(*(start(out, *arguments, '--processes=2', f'--process={i}', f'--port={port}') for i, out in enumerate(outs)))
+  return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.fixture(scope='module')
+def one_process(tmp_path_factory):
+  out = tmp_path_factory.mktemp('mesh') / 'out.json'
+  # Each pair of draft and rule on two of the four.
+  finish(start(out, 'none', *(f'{mesh}:{i % 2}' for i, mesh in enumerate(MESHES)), '--text'))
+  return json.loads(out.read_text())
+
+
+def assert_same(found, reference):
+  """Everything but the note on idle rows."""
+  for case, result in found.items():
+    for what, value in result.items():
+      if what != 'notes':
+        assert value == reference[case][what], (case, what)
+
+
+def test_the_reference_decodes(one_process):
+  """What is compared is no trifle: rejections, full accepts, ends of text, and a row of its own length each."""
+  reference = one_process['none']
+  assert len(reference) == 9
+  for case, result in reference.items():
+    if case != 'text':
+      assert len({len(tokens) for tokens in result['tokens']}) > 3
+      assert {1, 2} <= set(result['finish'])
+  accepted = np.array(reference['model, Cactus(delta=0.5)']['accepted'])
+  assert (accepted[:, 0] > accepted[:, 2]).any() and (accepted[:, 2] > 0).any()
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_same_tokens_on_every_mesh(one_process, mesh):
+  assert len(one_process[mesh]) == 5
+  assert_same(one_process[mesh], one_process['none'])
+
+
+def test_uneven_batches_are_padded_and_said(one_process):
+  assert one_process['none']['text']['notes'] == one_process['1x1x8']['text']['notes'] == []
+  (note,) = one_process['2x1x4']['text']['notes']
+  assert '5 rows do not split over 2 groups of devices: 1 idle rows are added' in note
+  assert '3 idle rows' in one_process['8x1x1']['text']['notes'][0]
+  assert one_process['2x1x4']['text']['rows'] == [5, 5, 5]
+
+
+def test_same_tokens_on_two_processes(one_process, tmp_path):
+  for found in on_two_processes(tmp_path, '4x1x2:0', '1x1x8:0', '--text'):
+    for mesh in ('4x1x2', '1x1x8'):
+      assert len(found[mesh]) == 5
+      assert_same(found[mesh], one_process['none'])
+
+
+@pytest.mark.slow
+def test_same_tokens_on_two_processes_and_with_fsdp(one_process, tmp_path):
+  for found in on_two_processes(tmp_path, '2x2x2', '2x1x4:1', '8x1x1:1'):
+    for mesh in ('2x2x2', '2x1x4', '8x1x1'):
+      assert_same(found[mesh], one_process['none'])
+
+
+# The mesh itself, on abstract devices.
+
+
+def mesh_of(data=1, fsdp=1, model=1):
+  return jax.sharding.AbstractMesh((data, fsdp, model), ('data', 'fsdp', 'model'))
+
+
+@pytest.mark.parametrize(
+    'axes, shape, spec',
+    [
+        (('vocab', 'embed'), (96, 64), P('model', 'fsdp')),
+        (('embed', 'heads'), (64, 96), P('fsdp', 'model')),
+        (('batch', 'heads', None, None), (4, 4, 7, 3), P(('data', 'fsdp'), 'model', None, None)),
+        (('batch', 'heads', None, None), (4, 3, 7, 3), P(('data', 'fsdp'), None, None, None)),  # 3 heads on 4 devices
+        (('batch',), (5,), P(None)),
+        (('norm',), (64,), P(None)),
+    ],
+)
+def test_the_table_of_axes(axes, shape, spec):
+  where = sharding.sharding_of(mesh_of(data=2, fsdp=2, model=4), axes, shape)
+  assert tuple(p if p is None or isinstance(p, tuple) else (p,) for p in spec) == tuple(where.spec)
+
+
+def test_axes_of_one_device_are_left_out():
+  assert tuple(sharding.sharding_of(mesh_of(), ('vocab', 'embed'), (96, 64)).spec) == (None, None)
+
+
+@pytest.mark.parametrize(
+    'sizes, text',
+    [
+        (dict(data=2, model=3), 'data=2 x fsdp=1 x model=3 is 6, but there are 1 devices'),
+        (dict(model=0), 'model=0: need a whole number of at least 1'),
+        (dict(data=1.0), 'data=1.0: need a whole number'),
+        (dict(fsdp=True), 'fsdp=True: need a whole number'),
+    ],
+)
+def test_refuses_a_mesh(sizes, text):
+  with pytest.raises(ValueError, match=text.replace('.', r'\.')):
+    sharding.make_mesh(**sizes, devices=jax.devices()[:1])
+
+
+def test_refuses_to_narrow():
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  with pytest.raises(ValueError, match='model=2: the draft can share the 1 devices of the model axis in groups of 1'):
+    sharding.narrow(mesh, 2)
+
+
+def test_axes_are_auto():
+  mesh = sharding.narrow(sharding.make_mesh(devices=jax.devices()[:1]), 1)
+  assert mesh.axis_names == ('data', 'fsdp', 'replica', 'model')
+  assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
