@@ -74,20 +74,21 @@ def to_probs(logits_BTV, params):
     or nothing but -inf) its law is NaN throughout, for greedy rows too.
   """
   logits = logits_BTV.astype(jnp.float32)
-  # Comparisons, since XLA's maximum on a CPU passes over NaN.
-  usable = jnp.all(logits < jnp.inf, axis=-1, keepdims=True) & jnp.any(logits > -jnp.inf, axis=-1, keepdims=True)
-  logits = jnp.where(usable, logits, 0.0)
+  # NaN counts as infinite, since XLA's maximum on a CPU passes over it. One pass tells whether a position is usable.
+  peak = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1, keepdims=True)
+  usable = jnp.abs(peak) < jnp.inf
   greedy = is_greedy(params.temperature)[:, None, None]
   temperature = jnp.where(greedy, 1.0, params.temperature[:, None, None])
-  weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)  # in [0, 1], 1 at the peak
+  weights = jnp.exp((logits - jnp.where(usable, peak, 0.0)) / temperature)  # in [0, 1], 1 at the peak
   weights = jnp.where(weights >= _floor(weights, params)[..., None], weights, 0.0)
-  probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
+  mass = jnp.sum(weights, axis=-1, keepdims=True)
+  probs = weights / jnp.where(usable, mass, jnp.nan)
 
   def with_greedy_rows(probs):
-    return jnp.where(greedy, jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32), probs)
+    certain = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    return jnp.where(greedy, jnp.where(usable, certain, jnp.nan), probs)
 
-  probs = jax.lax.cond(jnp.any(greedy), with_greedy_rows, lambda probs: probs, probs)
-  return jnp.where(usable, probs, jnp.nan)
+  return jax.lax.cond(jnp.any(greedy), with_greedy_rows, lambda probs: probs, probs)
 
 
 def _floor(weights_BTV, params):
@@ -109,7 +110,9 @@ def _floor(weights_BTV, params):
     # The k-th largest; what it ties with is kept too, and counts when top-p looks at what top-k has left.
     kth = jnp.where(top_k <= width, at(jnp.broadcast_to(top_k - 1, min_p.shape)), 0)
     mass_BTH = jnp.cumsum(jnp.where(head_BTH >= kth[..., None], head_BTH, 0), axis=-1)
-    total = jnp.where(top_k <= width, mass_BTH[..., -1], jnp.sum(weights_BTV, axis=-1))
+    in_sight = jnp.broadcast_to(top_k <= width, min_p.shape)
+    total = jax.lax.cond(jnp.all(in_sight), lambda _: mass_BTH[..., -1], lambda _: jnp.where(
+        in_sight, mass_BTH[..., -1], jnp.sum(weights_BTV, axis=-1)), None)
     short = jnp.sum(mass_BTH < (top_p * total)[..., None], axis=-1)  # tokens before the one that reaches p
     floor = jnp.where(top_p < 1, jnp.maximum(kth, at(short)), kth)
     # top-p needs the mass that top-k has left: all of it in sight, with the ties of the k-th, or top-k off.

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-# Logical axis -> mesh axes. What is not here is never split. An axis whose size the mesh axes do not divide is whole on
-# every device.
+# Logical axis -> mesh axes. What is not here is never split. Of several mesh axes as many are used, from the left, as
+# divide the size; if the first does not, the axis is whole on every device.
 AXES = {
-    'batch': ('data', 'fsdp'),
+    'batch': ('data', 'fsdp', 'replica'),
     'vocab': ('model',),
     'heads': ('model',),
     'mlp': ('model',),
@@ -41,7 +41,8 @@ def make_mesh(data=1, model=1, fsdp=1, devices=None) -> Mesh:
 def narrow(mesh, model) -> Mesh:
   """The same devices, in the same order, with fewer of them sharing a model: `model` of them, and copies of it.
 
-  For a draft too small for all devices: each group of `model` neighbours drafts for itself, and all come to the same.
+  For a draft too small for all devices: each group of `model` neighbours drafts for a share of the rows, or, where the
+  rows do not share out, each for all of them, and all come to the same.
   """
   width = mesh.shape['model']
   if type(model) is not int or model < 1 or width % model:
@@ -55,8 +56,13 @@ def sharding_of(mesh, axes, shape) -> NamedSharding:
   """The sharding of an array with these logical axes."""
   spec = []
   for axis, size in zip(axes, shape, strict=True):
-    names = tuple(name for name in AXES.get(axis, ()) if mesh.shape[name] > 1)
-    spec.append(names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None)
+    names, ways = (), 1
+    for name in AXES.get(axis, ()):
+      ways *= mesh.shape.get(name, 1)
+      if size % ways:
+        break
+      names += (name,) if mesh.shape.get(name, 1) > 1 else ()
+    spec.append(names or None)
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -67,12 +73,17 @@ def constrain(x, mesh, *axes):
 
 def rows(mesh) -> NamedSharding:
   """The sharding of arrays whose first axis counts rows and whose others are whole."""
-  return NamedSharding(mesh, PartitionSpec(AXES['batch']))
+  return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
 def row_groups(mesh) -> int:
   """How many groups of devices have rows of their own; a batch must be a multiple of it. 1 without a mesh."""
-  return 1 if mesh is None else math.prod(mesh.shape[name] for name in AXES['batch'])
+  return 1 if mesh is None else mesh.shape['data'] * mesh.shape['fsdp']
+
+
+def batch_per_device(mesh, batch) -> int:
+  """Of the rows of a batch, how many a device computes."""
+  return batch if mesh is None else sharding_of(mesh, ('batch',), (batch,)).shard_shape((batch,))[0]
 
 
 def place(tree, sharding):

@@ -49,7 +49,7 @@ def models(mesh):
 
 
 NAMES = {name: name for name in ('embed', 'final_norm', 'head')} | {
-    name: name + '.{}' for name in ('attn_norm', 'q', 'k', 'v', 'o', 'mlp_norm', 'gate', 'up', 'down', 'q_norm', 'k_norm')}
+    name: name + '.{}' for name in 'attn_norm q k v o mlp_norm gate up down q_norm k_norm'.split()}
 
 
 def weights_as_stored(params, config):

@@ -6,30 +6,30 @@ import jax
 import jax.numpy as jnp
 
 
-def matmul(x_BTD, weight_DF):
-  """x @ weight."""
-  if x_BTD.shape[0] * x_BTD.shape[1] > 1:
+def matmul(x_BTD, weight_DF, rows=None):
+  """x @ weight. rows: of B*T, how many a device has; None: all."""
+  B, T, D = x_BTD.shape
+  if (B * T if rows is None else rows) > 1:
     return x_BTD @ weight_DF
-  on_cpu = jnp.matmul if weight_DF.shape[0] % 4 else _matvec_in_quarters
-  return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=on_cpu, tpu=_matvec_as_rows, default=jnp.matmul)
+  on_cpu = _matvec_in_quarters if B * T == 1 and D % 4 == 0 else jnp.matmul
+  return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=on_cpu, tpu=_as_eight(jnp.matmul), default=jnp.matmul)
 
 
-def logits(x_BTD, head_VD):
+def logits(x_BTD, head_VD, rows=None):
   """x @ head.T, f32[B, T, V]."""
   product = lambda x_BTD, head_VD: jnp.einsum('BTD,VD->BTV', x_BTD, head_VD, preferred_element_type=jnp.float32)
-  if x_BTD.shape[0] * x_BTD.shape[1] > 1:
+  if (x_BTD.shape[0] * x_BTD.shape[1] if rows is None else rows) > 1:
     return product(x_BTD, head_VD)
-  as_rows = lambda x_11D, head_VD: product(jnp.pad(x_11D, ((0, 0), (0, 7), (0, 0))), head_VD)[:, :1]
-  return jax.lax.platform_dependent(x_BTD, head_VD, tpu=as_rows, default=product)
+  return jax.lax.platform_dependent(x_BTD, head_VD, tpu=_as_eight(product), default=product)
 
 
-def _matvec_as_rows(x_11D, weight_DF):
-  """The product with a single token as one with eight rows, seven of them zero.
+def _as_eight(product):
+  """The product with one token a row as one with eight, seven of them zero.
 
-  XLA's TPU backend takes a product with one vector from the matrix unit and gives it to the vector unit, which needs
-  three times as long as reading the weights takes.
+  XLA's TPU backend takes a product with a single vector from the matrix unit and gives it to the vector unit, which
+  needs three times as long as reading the weights takes.
   """
-  return (jnp.pad(x_11D, ((0, 0), (0, 7), (0, 0))) @ weight_DF)[:, :1]
+  return lambda x_B1D, weight: product(jnp.pad(x_B1D, ((0, 0), (0, 7), (0, 0))), weight)[:, :1]
 
 
 def _matvec_in_quarters(x_11D, weight_DF):
@@ -148,6 +148,7 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True)}
 
 
-def gated_mlp(x_BTD, gate_DF, up_DF, down_FD, activation='silu'):
+def gated_mlp(x_BTD, gate_DF, up_DF, down_FD, activation='silu', rows=None):
   """down(activation(gate x) * up x): SwiGLU, or GEGLU with the tanh approximation of gelu (Shazeer, 2020)."""
-  return matmul(ACTIVATIONS[activation](matmul(x_BTD, gate_DF)) * matmul(x_BTD, up_DF), down_FD)
+  hidden_BTF = ACTIVATIONS[activation](matmul(x_BTD, gate_DF, rows)) * matmul(x_BTD, up_DF, rows)
+  return matmul(hidden_BTF, down_FD, rows)

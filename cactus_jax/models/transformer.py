@@ -148,6 +148,8 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
   """One pass over T new tokens a row; see `Transformer.__call__`."""
   B, T = tokens_BT.shape
   R = config.num_heads // config.cache_heads
+  rows = sharding.batch_per_device(mesh, B) * T
+  matmul = functools.partial(layers.matmul, rows=rows)
   angles = layers.rope_angles(positions_BT, config.head_dim, config.rope_theta, config.llama3_rope)
   local_angles = angles
   if config.local_rope_theta is not None:
@@ -161,7 +163,7 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
   new_k, new_v = [], []
   for layer, window, k_BGSH, v_BGSH in zip(params.layers, windows, cache.k, cache.v, strict=True):
     # The barrier keeps XLA's TPU backend from laying the matrix out anew, in each step, to suit the reshape below.
-    qkv = jax.lax.optimization_barrier(layers.matmul(norm(x_BTD, layer.attn_norm), layer.qkv))
+    qkv = jax.lax.optimization_barrier(matmul(norm(x_BTD, layer.attn_norm), layer.qkv))
     if config.qkv_bias:
       qkv += layer.qkv_bias[None, None]
     qkv = qkv.reshape(B, T, config.cache_heads, R + 2, config.head_dim)
@@ -172,16 +174,16 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
     k_BTGH, v_BTGH = qk[:, :, :, R], qkv[:, :, :, R + 1]
     h_BTD = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT,
                              config.query_scale, config.attn_softcap, window)
-    h_BTD = layers.matmul(h_BTD, layer.o)
+    h_BTD = matmul(h_BTD, layer.o)
     x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_attn_norm) if config.post_norms else h_BTD))
     h_BTD = norm(x_BTD, layer.mlp_norm)
-    h_BTD = layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down, config.activation)
+    h_BTD = layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down, config.activation, rows)
     x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_mlp_norm) if config.post_norms else h_BTD))
     new_k.append(kv.write(k_BGSH, k_BTGH, positions_BT, mesh))
     new_v.append(kv.write(v_BGSH, v_BTGH, positions_BT, mesh))
   x_BTD = norm(x_BTD, params.final_norm)
   head_VD = params.embed if params.head is None else params.head
-  logits_BTV = sharding.constrain(layers.logits(x_BTD, head_VD), mesh, 'batch', None, 'vocab')
+  logits_BTV = sharding.constrain(layers.logits(x_BTD, head_VD, rows), mesh, 'batch', None, 'vocab')
   if config.logit_softcap is not None:
     logits_BTV = layers.soft_cap(logits_BTV, config.logit_softcap)
   logits_BTV = sharding.by_row(logits_BTV, mesh)
