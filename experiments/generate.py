@@ -7,18 +7,23 @@
 One prompt is streamed. A file of prompts shows a progress bar, and every answer is on disk before the next batch
 starts: the same command again goes on where it stopped. A table follows: tokens per verifier call, acceptance, seconds.
 The default model needs 1 GB of memory and writes some 30 tokens a second on two CPU cores.
+
+All devices are used: --mesh_data=2 --mesh_model=4 has four share each answer, and two such groups share the prompts.
+On hosts of one TPU pod, GKE or SLURM job start the same command on each with --distributed; elsewhere with
+--coordinator=HOST:PORT --num_processes=2 --process_id=0 (or 1). The first process prints and writes the output.
 """
 
 import math
 import sys
+import warnings
 
 from absl import flags
 from lib import flags as common
-from lib import record
+from lib import pod, record
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
-from cactus_jax import metrics, text
+from cactus_jax import metrics, sharding, text
 
 _PROMPT = flags.DEFINE_string('prompt', None, 'The prompt. Without it and --prompts_file, standard input is read.')
 _PROMPTS_FILE = flags.DEFINE_string('prompts_file', None, 'JSONL file with one prompt a line.')
@@ -43,9 +48,14 @@ def read_prompts() -> list:
     return [prompt_of(row) for row in rows]
   if _PROMPT.value is not None:
     return [_PROMPT.value]
+  return [pod.on_first(read_stdin)]
+
+
+def read_stdin():
+  """The prompt that is typed or piped in."""
   if sys.stdin.isatty():
     print('Type a prompt, then ctrl-D:', file=sys.stderr)
-  return [sys.stdin.read().strip()]
+  return sys.stdin.read().strip()
 
 
 def prompt_of(row):
@@ -91,15 +101,16 @@ def stream_one(prompt, options) -> cj.Completions:
   return stream.completions
 
 
-def answer_many(prompts, rows, options, settings) -> list[cj.Completions]:
-  """Answers batch by batch, storing each; prompts that are in `rows` already are skipped."""
-  finished = {row.get('index') for row in rows.done} if rows else set()
+def answer_many(prompts, finished, rows, options, settings, batch_size) -> list[cj.Completions]:
+  """Answers batch by batch, storing each in `rows`, if there are such; `finished` are the prompts to be skipped."""
   todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in finished]
   batches = []
-  with tqdm(total=len(todo), unit='prompt') as bar:
+  with tqdm(total=len(todo), unit='prompt', disable=not pod.is_first()) as bar:
     tokens = 0
-    for start in range(0, len(todo), _BATCH_SIZE.value):
-      batch = todo[start : start + _BATCH_SIZE.value]
+    for start in range(0, len(todo), batch_size):
+      batch = todo[start : start + batch_size]
+      if start:  # the last batch may be uneven, which nobody can help
+        warnings.filterwarnings('ignore', r'\d+ rows do not split')
 
       def show(new_tokens, before=tokens):
         common.stop_if_interrupted()
@@ -107,11 +118,15 @@ def answer_many(prompts, rows, options, settings) -> list[cj.Completions]:
         bar.set_postfix_str(f'{before + new_tokens} tokens, {rate:.1f} tokens/s')
 
       done = cj.generate_text([prompt for _, prompt in batch], progress=show, **options)
-      for row, (index, prompt) in enumerate(batch):
-        if rows:
-          rows.append(answer(index, prompt, done, row, settings))
-        else:
-          bar.write(f'--- {index}\n{done.texts[row]}')
+
+      def store(batch=batch, done=done):
+        for row, (index, prompt) in enumerate(batch):
+          if rows:
+            rows.append(answer(index, prompt, done, row, settings))
+          else:
+            bar.write(f'--- {index}\n{done.texts[row]}')
+
+      pod.on_first(store)
       tokens += done.stats.new_tokens
       batches.append(done)
       bar.update(len(batch))
@@ -189,34 +204,50 @@ def remarks(stats, plain, options) -> list[str]:
   return notes
 
 
+def batch_size(mesh) -> int:
+  """Prompts decoded together: as many as asked for, rounded up so that all groups of devices have as many."""
+  groups = sharding.row_groups(mesh)
+  return -(-_BATCH_SIZE.value // groups) * groups
+
+
 def main():
   """Answers the prompts of the flags."""
-  rule, sampling, prompts = common.rule(), common.sampling(), read_prompts()
-  settings = common.settings()
-  rows = open_output(prompts, settings)
-  if rows and rows.done:
-    print(f'{len(rows.done)} of {len(prompts)} prompts are answered already in {_OUTPUT.value}')
-    if len(rows.done) == len(prompts):
+  rule, sampling = common.rule(), common.sampling()
+  prompts, settings = pod.together(lambda: (read_prompts(), common.settings()))
+  pod.check_agreement({'the prompts': f'{len(prompts)} ({pod.digest(prompts)})'})
+  rows = None
+
+  def open_rows():
+    nonlocal rows
+    rows = open_output(prompts, settings)
+    return [row['index'] for row in rows.done] if rows else []
+
+  finished = set(pod.on_first(open_rows))  # other processes have no file, or not the same
+  if finished:
+    print(f'{len(finished)} of {len(prompts)} prompts are answered already in {_OUTPUT.value}')
+    if len(finished) == len(prompts):
       return
-  print(common.describe(), flush=True)
-  target = cj.load_transformer(common.verifier_source())
-  draft, draft_tokenizer = common.draft(target)
+  mesh = common.mesh()
+  print(common.describe(mesh), flush=True)
+  tokenizer = pod.together(lambda: cj.load_tokenizer(common.verifier_source()))
+  target = pod.together(lambda: cj.load_transformer(common.verifier_source(), mesh=mesh))
+  draft, draft_tokenizer = pod.together(lambda: common.draft(target))
   options = dict(target=target, draft=draft, rule=rule, sampling=sampling, draft_tokenizer=draft_tokenizer,
-                 tokenizer=cj.load_tokenizer(common.verifier_source()), **common.text_options())
+                 tokenizer=tokenizer, **common.text_options())
 
   if len(prompts) == 1 and _PROMPTS_FILE.value is None:
     done = stream_one(prompts[0], options)
     batches = [done]
-    if rows:
-      rows.append(answer(0, prompts[0], done, 0, settings))
+    if _OUTPUT.value is not None:
+      pod.on_first(lambda: rows.append(answer(0, prompts[0], done, 0, settings)))
   else:
-    batches = answer_many(prompts, rows, options, settings)
+    batches = answer_many(prompts, finished, rows, options, settings, batch_size(mesh))
   stats = metrics.merge([done.stats for done in batches])
-  plain = plain_rate(prompts[: _BATCH_SIZE.value], options) if _COMPARE.value and draft is not None else None
+  plain = plain_rate(prompts[: batch_size(mesh)], options) if _COMPARE.value and draft is not None else None
   print(f'\n{table(stats, plain)}')
   for note in remarks(stats, plain, options):
     print(f'\n  Note: {note}')
 
 
 if __name__ == '__main__':
-  common.run(main)
+  common.run(main, meshes=True)

@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import warnings
 
 import generate
 import jax
@@ -19,7 +20,7 @@ from lib import flags as common
 from lib import record
 
 import cactus_jax as cj
-from cactus_jax import metrics
+from cactus_jax import metrics, sharding
 from cactus_jax.models import transformer
 from cactus_jax.models.config import ModelConfig
 from tests import fakes
@@ -48,7 +49,8 @@ def loaded(monkeypatch):
   model = fakes.scripted([script], fakes.FakeConfig(vocab_size=len(tokenizer)), certainty=12.0)
   names = []
 
-  def load(source):
+  def load(source, mesh=None):
+    assert mesh is None, 'there is one device'
     names.append(source)
     return model
 
@@ -69,7 +71,7 @@ def cli(loaded, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'stdin', io.StringIO(stdin))
     capsys.readouterr()
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
-      common.run(generate.main)
+      common.run(generate.main, meshes=True)
     return end.value.code or 0, *capsys.readouterr()
 
   return run
@@ -325,6 +327,33 @@ ERRORS = {
   'min_p': (None, '--min_p=2', 'min_p=2.0: need a number in [0, 1]'),
   'no new tokens': (None, '--prompt=hi --max_new_tokens=0', 'max_new_tokens=0: need at least 1.'),
   'empty stop': (None, '--prompt=hi --stop=', "stop=['']: need non-empty strings."),
+  'mesh on one device': (
+    None,
+    '--prompt=hi --mesh_model=2',
+    'data=1 x fsdp=1 x model=2 is 2, but there are 1 devices: choose sizes whose product is 1.',
+  ),
+  'mesh of nothing': (None, '--prompt=hi --mesh_data=0', 'flag --mesh_data=0: '),
+  'devices of no draft': (None, '--prompt=hi --draft_devices=1', '--draft_devices means nothing to --draft=lookup'),
+  'devices of early exit': (
+    None,
+    '--prompt=hi --draft=early_exit:1 --draft_devices=1',
+    '--draft_devices means nothing to --draft=early_exit:1, which is no model of its own',
+  ),
+  'draft on one device': (
+    None,
+    '--prompt=hi --draft=some/model --draft_devices=2',
+    '--draft_devices=2: there is one device; drop it.',
+  ),
+  'half a process': (
+    None,
+    '--prompt=hi --process_id=0',
+    '--coordinator and --num_processes missing: --coordinator, --num_processes and --process_id belong together.',
+  ),
+  'process too many': (
+    None,
+    '--prompt=hi --process_id=2 --num_processes=2 --coordinator=localhost:1',
+    '--process_id=2: need a number below --num_processes=2.',
+  ),
   'no folder': (None, '--prompt=hi --output=FOLDER/no/out', 'FOLDER/no/out cannot be written: '),
 }
 
@@ -438,6 +467,72 @@ def test_sampling_and_text_options_are_those_of_the_flags(parsed):
   assert common.sampling() == cj.SamplingParams(temperature=0.1, top_k=2, top_p=0.3, min_p=0.4)
   assert common.text_options() == dict(num_draft=5, max_new_tokens=256, stop=['a', 'b'], seed=6, raw=False,
                                        ledger=False, block_verification=False)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  'arguments, sizes',
+  [
+    ([], (1, 1, 8)),
+    (['--mesh_data=2'], (2, 1, 4)),
+    (['--mesh_model=2'], (4, 1, 2)),
+    (['--mesh_fsdp=4'], (1, 4, 2)),
+    (['--mesh_fsdp=2', '--mesh_model=4'], (1, 2, 4)),
+    (['--mesh_fsdp=2', '--mesh_data=2'], (2, 2, 2)),
+    (['--mesh_data=2', '--mesh_model=2'], (2, 1, 2)),  # for make_mesh to refuse
+    (['--mesh_data=3'], (3, 1, 2)),
+    (['--mesh_model=9'], (1, 1, 9)),
+  ],
+  ids=str,
+)
+def test_a_mesh_takes_all_devices(parsed, monkeypatch, arguments, sizes):
+  monkeypatch.setattr(jax, 'device_count', lambda: 8)
+  monkeypatch.setattr(sharding, 'make_mesh', lambda data, fsdp, model: (data, fsdp, model))
+  parsed(*arguments)
+  assert common.mesh() == sizes
+
+
+def test_one_device_needs_no_mesh(parsed):
+  for arguments in ([], ['--mesh_data=1', '--mesh_fsdp=1', '--mesh_model=1']):
+    parsed(*arguments)
+    assert common.mesh() is None
+
+
+def test_a_mesh_is_described(parsed):
+  parsed('--verifier=a/b', '--draft=c/d', '--draft_devices=2')
+  mesh = jax.sharding.AbstractMesh((2, 1, 4), ('data', 'fsdp', 'model'))
+  line = 'verifier a/b; draft c/d, 4 tokens a round; rule Exact()'
+  assert common.describe() == line
+  assert common.describe(mesh) == f'{line}; 8 devices: data=2 x fsdp=1 x model=4, draft on groups of 2'
+
+
+def test_batches_give_every_group_of_devices_a_share(parsed):
+  mesh = jax.sharding.AbstractMesh((4, 1, 2), ('data', 'fsdp', 'model'))
+  for asked, taken in ((1, 4), (4, 4), (5, 8)):
+    parsed(f'--batch_size={asked}')
+    assert generate.batch_size(mesh) == taken and generate.batch_size(None) == asked
+
+
+@pytest.mark.parametrize('argument', ['--mesh_model=2', '--distributed', '--process_id=0', '--draft_devices=1'])
+def test_a_program_for_one_device_refuses_meshes(monkeypatch, capsys, argument):
+  monkeypatch.setattr(sys, 'argv', ['front.py', argument])
+  with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
+    common.run(lambda: pytest.fail('it ran'))
+  name = argument.partition('=')[0]
+  assert end.value.code == 2
+  assert capsys.readouterr().err == f'error: {name} means nothing here: this program runs on one device.\n'
+
+
+def test_a_note_is_shown_once(monkeypatch, capsys):
+  def main():
+    for rows in (3, 5, 3):
+      warnings.warn(f'{rows} rows do not split', stacklevel=1)
+    warnings.warn('another thing', stacklevel=1)
+
+  monkeypatch.setattr(sys, 'argv', ['front.py'])
+  with flagsaver.flagsaver(), warnings.catch_warnings(), pytest.raises(SystemExit):
+    warnings.simplefilter('always')
+    common.run(main)
+  assert capsys.readouterr().err == 'Note: 3 rows do not split\nNote: another thing\n'
 
 
 def stats(**changes):

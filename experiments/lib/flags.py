@@ -2,15 +2,19 @@
 
 import dataclasses
 import os
+import re
 import signal
 import sys
+import traceback
 import warnings
 
 import jax
 from absl import app, flags, logging
 
 import cactus_jax as cj
+from cactus_jax import sharding
 from cactus_jax.divergence import DIVERGENCES
+from lib import pod
 
 flags.DEFINE_string('verifier', None, 'Folder, hub id or .gguf file; by default the packaged SmolLM2-135M-Instruct.')
 flags.DEFINE_string('draft', 'lookup', 'Draft: a folder, hub id or .gguf file, "lookup", "early_exit:N" or "none".')
@@ -41,8 +45,23 @@ flags.DEFINE_integer('max_new_tokens', 256, 'At most so many tokens an answer.')
 flags.DEFINE_multi_string('stop', [], 'A string that ends an answer; may be repeated.')
 flags.DEFINE_integer('seed', 0, 'Seed of all draws.')
 flags.DEFINE_boolean('raw', False, 'Take prompts as plain text instead of as a turn in the chat template.')
+flags.DEFINE_integer('mesh_data', None, 'Groups of devices that share out the prompts; by default what is left.', 1)
+flags.DEFINE_integer('mesh_fsdp', None, 'Devices that share out prompts and hold a part of each weight.', 1)
+flags.DEFINE_integer('mesh_model', None, 'Devices that share the work on each prompt; by default what is left.', 1)
+flags.DEFINE_integer('draft_devices', None, 'Devices of the model axis that share a draft model: all, or fewer, each '
+                     'such group drafting for itself.', 1)
+flags.DEFINE_boolean('distributed', False, 'One of several processes; TPU pods, GKE and SLURM know the others.')
+flags.DEFINE_string('coordinator', None, 'host:port of process 0, where no cluster tells it; means --distributed.')
+flags.DEFINE_integer('num_processes', None, 'How many processes there are, with --coordinator.', 1)
+flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0.', 0)
+flags.DEFINE_integer('start_timeout', 600, 'Seconds to wait for the other processes at the start.', 1)
+flags.DEFINE_integer('heartbeat_timeout', 100, 'Seconds of silence after which a process counts as lost: all end.', 1)
 
 FLAGS = flags.FLAGS
+MESH_FLAGS = ('mesh_data', 'mesh_fsdp', 'mesh_model', 'draft_devices', 'distributed', 'coordinator', 'num_processes',
+              'process_id', 'start_timeout', 'heartbeat_timeout')
+# Flags in which the processes of a run may differ.
+OWN_FLAGS = ('process_id', 'coordinator')
 _interrupts = []
 DEFAULT_CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'cactus_jax', 'jax')
 
@@ -60,11 +79,18 @@ def refuse(names, reason):
       raise ValueError(f'--{name} means nothing here: {reason}.')
 
 
-def run(main):
-  """Runs main(): what the user has to mend is printed as one line, exit code 2; ctrl-C exits with 130."""
+def run(main, meshes=False):
+  """Runs main(): what the user has to mend is printed as one line, exit code 2; ctrl-C exits with 130.
+
+  Of several processes all exit with 2 together. Where one is lost, the others exit with another code, or by SIGABRT.
+
+  Args: meshes, whether the program can use several devices and be several processes.
+  """
 
   def give_up(error):
     print(f'error: {error}', file=sys.stderr)
+    if pod.is_several():
+      pod.leave_together(2)
     sys.exit(2)
 
   def parse(argv):
@@ -77,12 +103,15 @@ def run(main):
     if len(argv) > 1:
       give_up(f'unexpected argument {argv[1]!r}; options are written --name=value.')
     logging.set_verbosity(logging.WARNING)
-    warnings.showwarning = lambda message, *_, **__: print(f'Note: {message}', file=sys.stderr)
+    warnings.showwarning = _note_once()
     signal.signal(signal.SIGINT, _interrupt)
     if not jax.config.jax_compilation_cache_dir:
       jax.config.update('jax_compilation_cache_dir', DEFAULT_CACHE)
       jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
     try:
+      if not meshes:
+        refuse(MESH_FLAGS, 'this program runs on one device')
+      _join_processes()
       main()
     except ValueError as error:
       give_up(error)
@@ -91,9 +120,47 @@ def run(main):
       sys.exit(130)
     except BrokenPipeError:  # whoever read our output has gone
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      if pod.is_several():
+        pod.leave(1)
       sys.exit(1)
+    except Exception:
+      if not pod.is_several():
+        raise
+      traceback.print_exc()
+      pod.leave(1)  # a usual end would wait for the others, who wait for us
 
   app.run(guarded, flags_parser=parse)
+
+
+def _join_processes():
+  """Starts the part of this process in a run of several, if it is one, and sees that they are alike."""
+  by_hand = {name: getattr(FLAGS, name) for name in ('coordinator', 'num_processes', 'process_id')}
+  missing = [f'--{name}' for name, value in by_hand.items() if value is None]
+  if 0 < len(missing) < 3:
+    raise ValueError(f'{" and ".join(missing)} missing: --coordinator, --num_processes and --process_id belong '
+                     'together.')
+  if missing and not FLAGS.distributed:
+    return
+  if not missing and by_hand['process_id'] >= by_hand['num_processes']:
+    raise ValueError(f'--process_id={by_hand["process_id"]}: need a number below --num_processes='
+                     f'{by_hand["num_processes"]}.')
+  pod.start(**by_hand, start_timeout=FLAGS.start_timeout, heartbeat_timeout=FLAGS.heartbeat_timeout)
+  ours = {f'--{name}': value for name, value in FLAGS.flag_values_dict().items() if name not in OWN_FLAGS}
+  pod.check_agreement(ours | pod.installation())
+  pod.check_agreement(pod.devices())
+
+
+def _note_once():
+  """Shows warnings as notes: on one process, and each once, whatever its numbers."""
+  shown = set()
+
+  def show(message, *_, **__):
+    text = re.sub(r'\d+', '', str(message))
+    if pod.is_first() and text not in shown:
+      shown.add(text)
+      print(f'Note: {message}', file=sys.stderr)
+
+  return show
 
 
 def _interrupt(*_):
@@ -139,6 +206,19 @@ def verifier_source() -> str:
   return FLAGS.verifier or os.fspath(cj.default_model_path())
 
 
+def mesh() -> jax.sharding.Mesh | None:
+  """The mesh of all devices, of all processes, that the flags ask for; None for one device.
+
+  Of data and model what is not given takes the devices that are left; if neither is, model takes them.
+  """
+  count, data, fsdp, model = jax.device_count(), FLAGS.mesh_data, FLAGS.mesh_fsdp or 1, FLAGS.mesh_model
+  if data is None:
+    data = 1 if model is None else max(count // (fsdp * model), 1)
+  if model is None:
+    model = max(count // (data * fsdp), 1)
+  return None if count == data == fsdp == model == 1 else sharding.make_mesh(data=data, fsdp=fsdp, model=model)
+
+
 def num_draft() -> int:
   """Tokens drafted a round."""
   return FLAGS.num_draft
@@ -152,6 +232,8 @@ def draft(target):
 def draft_named(name, target):
   """As `draft`, for a name of the same form."""
   kind, _, layers = name.partition(':')
+  if FLAGS.draft_devices is not None and (name in ('none', 'lookup') or kind == 'early_exit'):
+    raise ValueError(f'--draft_devices means nothing to --draft={name}, which is no model of its own: drop it.')
   if name == 'none':
     return None, None
   if name == 'lookup':
@@ -160,14 +242,25 @@ def draft_named(name, target):
     if not layers.isdigit():
       raise ValueError(f'--draft={name}: need the number of layers, as in early_exit:8.')
     return target.early_exit(int(layers)), None
-  return cj.load_transformer(name), cj.load_tokenizer(name)
+  where = getattr(target, 'mesh', None)
+  if FLAGS.draft_devices is not None:
+    if where is None:
+      raise ValueError(f'--draft_devices={FLAGS.draft_devices}: there is one device; drop it.')
+    where = sharding.narrow(where, FLAGS.draft_devices)
+  return cj.load_transformer(name, mesh=where), cj.load_tokenizer(name)
 
 
-def describe() -> str:
-  """One line that says what is about to run."""
+def describe(mesh=None) -> str:
+  """One line that says what is about to run, and on which mesh."""
   drafting = 'no draft' if FLAGS.draft == 'none' else f'draft {FLAGS.draft}, {FLAGS.num_draft} tokens a round'
   by_block = ', verified by blocks' if FLAGS.block_verification else ''
-  return f'verifier {settings()["verifier"]}; {drafting}; rule {rule()}{by_block}'
+  line = f'verifier {settings()["verifier"]}; {drafting}; rule {rule()}{by_block}'
+  if mesh is None:
+    return line
+  axes = ' x '.join(f'{name}={size}' for name, size in mesh.shape.items())
+  drafters = f', draft on groups of {FLAGS.draft_devices}' if FLAGS.draft_devices else ''
+  processes = f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''
+  return f'{line}; {mesh.size} devices{processes}: {axes}{drafters}'
 
 
 def settings() -> dict:
