@@ -60,7 +60,7 @@ class DecodeConfig:
 
   num_draft: int  # K, drafted tokens a round, >= 1; without a draft it only sizes the buffers
   max_length: int  # prompt and output together, tokens
-  vocab_size: int  # V, tokens that may be emitted; logits beyond it pad the embedding and are masked
+  vocab_size: int  # tokens that may be emitted; logits beyond them pad the embedding, and laws are 0 there
   eos_ids: tuple[int, ...] = ()
   pad_id: int = 0
   ledger: bool = False  # whether to account for what the rule spends
@@ -142,14 +142,22 @@ def prefill(target, draft, prompt_BP, length, keys, limit, config) -> DecodeStat
   if known and not np.all((np.asarray(length) >= 1) & (np.asarray(length) <= prompt_BP.shape[1])):
     raise ValueError(f'length={length}: each prompt needs at least 1 token and has at most {prompt_BP.shape[1]}.')
   as_int = lambda x: jnp.asarray(x, jnp.int32)
-  arguments = target, draft, as_int(prompt_BP), as_int(length), keys, as_int(limit), config
-  rows = arguments[2].sharding
-  if len(rows.device_set) == 1:
-    return _program(_prefill)(*arguments)
-  # Rows are split as the prompts are; caches are where their models put them.
-  state = jax.eval_shape(functools.partial(_prefill, config=config), *arguments[:-1])
-  layout = jax.tree.map(lambda _: rows, state.replace(target_cache=None, draft_cache=None))
-  return _program(_prefill, layout)(*arguments)
+  prompt_BP = as_int(prompt_BP)
+  layout = prefill_layout(prompt_BP.sharding, config) if _is_split(prompt_BP) else None
+  return _program(_prefill, layout)(target, draft, prompt_BP, as_int(length), keys, as_int(limit), config)
+
+
+def prefill_layout(rows, config) -> DecodeState:
+  """How the first state is split over devices: rows as the prompts are, caches where their models put them."""
+  parts = {field.name: rows for field in dataclasses.fields(DecodeState)}
+  return DecodeState(**parts | {
+      'target_cache': None, 'draft_cache': None, 'ledger': rows if config.ledger else None})
+
+
+def _is_split(array):
+  """Whether an array is spread over devices. (Under an outer jit that is the outer program's affair.)"""
+  where = getattr(array, 'sharding', None)
+  return where is not None and len(where.device_set) > 1
 
 
 def _program(function, layout=None, **jit_options):
@@ -167,7 +175,7 @@ def _jitted(function, shardings, tree, **jit_options):
 
 def _layout(state):
   """How a state is split over devices; None on one device, where there is nothing to keep."""
-  return None if len(state.tokens.sharding.device_set) == 1 else jax.tree.map(lambda leaf: leaf.sharding, state)
+  return jax.tree.map(lambda leaf: leaf.sharding, state) if _is_split(state.tokens) else None
 
 
 def _prefill(target, draft, prompt_BP, length, keys, limit, config):
@@ -268,8 +276,9 @@ def _masked(logits_BTV, config):
 def _as_wide(draft, width):
   """The draft with laws over `width` ids: those that differ pad the embedding of a model, and have no probability."""
   V = draft.probs.shape[-1]
-  probs = jnp.pad(draft.probs[..., :width], ((0, 0), (0, 0), (0, max(width - V, 0))))
-  return draft if V == width else draft.replace(probs=probs)
+  if V == width:
+    return draft
+  return draft.replace(probs=jnp.pad(draft.probs[..., :width], ((0, 0), (0, 0), (0, max(width - V, 0)))))
 
 
 def score(target, sampling, state, draft, config):

@@ -33,6 +33,9 @@ class VerificationRule(Protocol):
 
   A rule may also have `accept_bounds(p_x, q_x) -> (low, high)`: what two numbers alone say of `accept_prob`.
   Verification reads whole laws only where the uniform falls between the bounds.
+
+  V may be more than the tokenizer has: ids that pad an embedding have probability 0 in both laws and must keep it, so
+  a rule adds mass to tokens only by p or q, never evenly.
   """
 
   lossless: ClassVar[bool]  # whether the emitted law is exactly q; a rule that does not say is taken to be lossy

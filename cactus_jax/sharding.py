@@ -5,6 +5,7 @@ and by the constraints a model puts on what it makes. Mesh axes: `data` splits r
 `fsdp` rows too, and of the weights the axis that `model` leaves whole.
 """
 
+import functools
 import math
 
 import jax
@@ -94,9 +95,17 @@ def place(tree, sharding):
       return x
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
       return jax.random.wrap_key_data(put(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
-    return jax.device_put(np.asarray(x), sharding)
+    return from_host(np.asarray(x), sharding)
 
   return jax.tree.map(put, tree)
+
+
+def from_host(array, sharding) -> jax.Array:
+  """A numpy array that every process has, as one of the mesh; each device is given its part, and nothing is exchanged.
+
+  (`jax.device_put` would gather the array from all processes, to see that it is the same.)
+  """
+  return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def fetch(tree):
@@ -104,17 +113,22 @@ def fetch(tree):
 
   def whole(x):
     if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
-      return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+      return _gather(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
     return x
 
   return jax.device_get(jax.tree.map(whole, tree))
 
 
-def by_row(x, mesh):
-  """x [B, ...] with whole rows on as many devices as divide B: for laws, whose vocabulary must be seen as a whole.
+@functools.cache
+def _gather(everywhere):
+  return jax.jit(lambda x: x, out_shardings=everywhere)
 
-  Devices that share the rows of a batch otherwise split each row. After this every operation on a row, be it a
-  sort, a sum or a draw, is a device's own affair.
+
+def by_row(x, mesh):
+  """x [B, ...] in whole rows, shared out over as many devices as divide B: for logits.
+
+  What follows sees the vocabulary as a whole (sorts, sums, draws). Here it is a device's own affair; on rows that are
+  split, each such operation would be an exchange between devices.
   """
   if mesh is None:
     return x

@@ -116,16 +116,16 @@ def test_break_even_at_the_ends():
 
 def test_the_best_number_of_drafted_tokens_is_the_best():
   for rate in (0.3, 0.6, 0.9):
-    best, gain = chips.best_num_draft(rate, 1.0, 1.1, 0.1)
-    gains = [chips.speedup(rate, k, 1.0, 1.1, 0.1) for k in range(1, 33)]
+    best, gain = chips.best_num_draft(rate, 10, 1.0, 1.3, 0.1)
+    gains = [chips.speedup(rate, k, 1.0, 1.0 + 0.03 * k, 0.1) for k in range(1, 33)]  # 1.3 for ten
     assert gain == max(gains) == gains[best - 1]
-  counts = [chips.best_num_draft(rate, 1.0, 1.1, 0.1)[0] for rate in np.linspace(0.2, 0.99, 20)]
+  counts = [chips.best_num_draft(rate, 10, 1.0, 1.1, 0.1)[0] for rate in np.linspace(0.2, 0.99, 20)]
   assert counts == sorted(counts), 'the better the draft, the more of it'
 
 
 def test_the_best_number_at_the_ends():
-  assert chips.best_num_draft(0.0, 1.0, 1.1, 0.1) == (0, 1.0), 'nothing is kept'
-  assert chips.best_num_draft(0.3, 1.0, 1.4, 0.1) == (0, 1.0), 'too little is kept'
-  best, gain = chips.best_num_draft(1.0, 1.0, 1.1, 0.1)
-  assert (best, gain) == (32, pytest.approx(33 / (1.1 + 3.2))), 'as many as are tried'
-  assert chips.best_num_draft(1.0, 1.0, 1.1, 0.1, most=5)[0] == 5
+  assert chips.best_num_draft(0.0, 10, 1.0, 1.1, 0.1) == (0, 1.0), 'nothing is kept'
+  assert chips.best_num_draft(0.3, 1, 1.0, 1.4, 0.1) == (0, 1.0), 'too little is kept'
+  best, gain = chips.best_num_draft(1.0, 10, 1.0, 1.1, 0.1)
+  assert (best, gain) == (32, pytest.approx(33 / (1 + 0.32 + 3.2))), 'as many as are tried'
+  assert chips.best_num_draft(1.0, 10, 1.0, 1.1, 0.1, most=5)[0] == 5

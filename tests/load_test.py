@@ -56,7 +56,7 @@ def test_loads_relative_and_home_paths(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('options, text', [
-    ({'mesh': 'a mesh'}, "mesh='a mesh': not supported yet; leave it out"),
+    ({'mesh': 'a mesh'}, "mesh='a mesh': need a mesh, as from make_mesh(data=1, model=4)"),
     ({'quantize': 'int8'}, "quantize='int8': not supported yet; leave it out"),
 ])
 def test_refuses_what_is_not_there_yet(tmp_path, options, text):

@@ -65,7 +65,6 @@ class ModelConfig:
     if any(window is not None and (type(window) is not int or window < 1) for window in self.windows):
       raise ValueError(f'windows={self.windows}: each must be None or a whole number of at least 1; check the config.')
 
-
   @property
   def cache_heads(self):
     """G: key heads as they are held, copies counted."""
@@ -75,11 +74,10 @@ class ModelConfig:
     """The same model with enough copies of its key heads to give each of `ways` devices whole heads.
 
     Where that cannot be (`ways` and the number of key heads do not divide each other, or the query heads do not share
-    out), the config as it is: attention is then whole on every device.
+    out), without copies: every device then attends with all heads, and caches them all.
     """
-    copies = ways // self.num_kv_heads
     fits = ways % self.num_kv_heads == 0 and self.num_heads % ways == 0
-    return dataclasses.replace(self, kv_copies=copies) if fits and copies > 1 else self
+    return dataclasses.replace(self, kv_copies=max(ways // self.num_kv_heads, 1) if fits else 1)
 
 
 def from_hf_config(config: dict) -> ModelConfig:

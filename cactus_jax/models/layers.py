@@ -102,13 +102,14 @@ def rope(x_BTGRH, cos, sin):
 def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None, cap=None, window=None):
   """Causal attention of T new tokens over themselves and a cache of S slots; slot s holds the key of position s.
 
-  The cache is as it was before these tokens: of it a row sees the slots before its first new position, whatever stands
-  in the others, so moving a row's length back is a complete rollback. R query heads share a key head. (To write first
-  and to attend to the cache alone is the same mathematics, but makes XLA's TPU backend bring every cache to VMEM, write
-  there, and carry all of it back.)
+  The cache is as it was before these tokens: of it a row sees the slots before its first new position, whatever finite
+  number stands in the others, so moving a row's length back is a complete rollback. R query heads share a key head.
+  (To write first and to attend to the cache alone is the same mathematics, but makes XLA's TPU backend bring every
+  cache to VMEM, write there, and carry all of it back.)
 
   Args:
-    q_BTGRH, k_BTGH, v_BTGH: of the new tokens, which stand at consecutive positions in each row.
+    q_BTGRH, k_BTGH, v_BTGH: of the new tokens, at consecutive positions in each row. (One that is read twice, at one
+      position, counts twice and changes nothing.)
     k_BGSH, v_BGSH: the cache. positions_BT: i32[B, T].
     scale: of the scores; None is H^-1/2.
     cap: of the scores (`soft_cap`), or None.

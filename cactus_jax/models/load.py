@@ -4,8 +4,6 @@ import importlib.util
 import os
 import pathlib
 
-import jax
-
 from cactus_jax.models import gguf, hf
 from cactus_jax.models.transformer import Transformer
 
@@ -15,14 +13,14 @@ def load_transformer(source, *, mesh=None, dtype=None, quantize=None) -> Transfo
 
   Args:
     dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere.
-    mesh: devices that share the weights (`make_mesh`), or None: one device. Where heads, mlp or vocabulary cannot be
-      split over its `model` axis, each device has them whole, and a warning says so.
+    mesh: devices that share the weights (`make_mesh`), or None: one device. Where heads, mlp or vocabulary do not share
+      out over its `model` axis, each device computes with all of them, and a warning says so.
     quantize: not supported yet.
   Raises: ValueError for a source that is missing, damaged or of a model that is not implemented.
   """
   if quantize is not None:
     raise ValueError(f'quantize={quantize!r}: not supported yet; leave it out for plain weights.')
-  if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+  if mesh is not None and not {'data', 'fsdp', 'model'} <= set(getattr(mesh, 'axis_names', ())):
     raise ValueError(f'mesh={mesh!r:.60}: need a mesh, as from make_mesh(data=1, model=4).')
   return Transformer(*_format(source).load(source, dtype=dtype, mesh=mesh), mesh)
 

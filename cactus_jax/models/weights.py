@@ -43,8 +43,10 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None):
   def build(path, spec, needs):
     array = _to_ours(_field(path), config, [read(name) for name in needs])
     assert array.shape == spec.shape, (path, array.shape, spec.shape)
-    where = mesh and sharding.sharding_of(mesh, spec.axes, spec.shape)
-    return jax.device_put(np.array(array, dtype, order='C'), where)  # a copy: what is read may be a view of the file
+    array = np.array(array, dtype, order='C')  # a copy: what is read may be a view of the file
+    if mesh is None:
+      return jax.device_put(array)
+    return sharding.from_host(array, sharding.sharding_of(mesh, spec.axes, spec.shape))
 
   return jax.tree.unflatten(tree, [build(*pair, needs) for pair, needs in zip(specs, pieces)])
 
@@ -56,13 +58,14 @@ def for_mesh(config, mesh):
   ways = mesh.shape['model']
   config = config.split(ways)
   sizes = {
-      f'attention ({config.num_heads} query and {config.num_kv_heads} key heads)': config.cache_heads,
-      f'the mlp ({config.mlp_dim})': config.mlp_dim,
-      f'the vocabulary ({config.vocab_size})': config.vocab_size,
+      f'{config.num_heads} query and {config.num_kv_heads} key heads': config.cache_heads,
+      f'an mlp of {config.mlp_dim}': config.mlp_dim,
+      f'a vocabulary of {config.vocab_size}': config.vocab_size,
   }
   whole = [what for what, size in sizes.items() if size % ways]
   if whole:
-    warnings.warn(f'{", ".join(whole)} cannot be split over {ways} devices: each of them has it whole.', stacklevel=4)
+    warnings.warn(f'{", ".join(whole)} cannot be shared out among {ways} devices: each of them computes with all.',
+                  stacklevel=4)
   return config
 
 

@@ -104,7 +104,7 @@ def bytes_on_device(tree) -> int:
 
 def bytes_of(config, setting, mesh) -> int:
   """What weights and cache of a model take on one device of a mesh, which may be an abstract one."""
-  config = dataclasses.replace(config, kv_copies=1).split(mesh.shape['model'])
+  config = config.split(mesh.shape['model'])
   arrays = [(spec.axes, spec.shape) for spec in jax.tree.leaves(transformer.abstract(config))]
   slots = (setting.batch, config.cache_heads, setting.cache_length, config.head_dim)
   arrays += [(cache.AXES, slots)] * (2 * config.num_layers)
@@ -169,8 +169,7 @@ class Compiler:
 
   def prefill(self, target, draft) -> Program:
     """Reading the prompts."""
-    rest = self.state(target, draft).replace(target_cache=None, draft_cache=None)
-    program = decode._program(decode._prefill, jax.tree.map(lambda x: x.sharding, rest))
+    program = decode._program(decode._prefill, decode.prefill_layout(sharding.rows(self.mesh), self._config))
     return self._compile('prefill', lambda: program.lower(*self._inputs(target, draft), self._config), loop=False)
 
   def check_fits(self, name, *models):
@@ -229,13 +228,15 @@ def flops_of(model, setting, tokens, logits=True) -> float:
   specs = transformer.abstract(config)
   matrices = sum(int(np.prod(s.shape)) for s in jax.tree.leaves(specs.layers) if len(s.shape) == 2)
   head = config.vocab_size * config.embed_dim if logits else 0
+  width = model.mesh.shape['model']
   attention = 2 * config.num_layers * config.num_heads * config.head_dim * setting.cache_length
+  attention *= width if config.cache_heads % width else 1  # not shared out
   [rows] = sharding.sharding_of(model.mesh, ('batch',), (setting.batch,)).shard_shape((setting.batch,))
-  return 2 * rows * tokens * (matrices + head + attention) / model.mesh.shape['model']
+  return 2 * rows * tokens * (matrices + head + attention) / width
 
 
 def least_bytes(model, state_cache, setting, tokens) -> int:
-  """Bytes that a pass must read: the weights (but an embedding that is no head), the cache, the logits."""
+  """Bytes that a pass reads at least: weights (but an embedding that is no head), cache, a share of the logits."""
   params = model.params
   if params.head is not None:
     params = params.replace(embed=None)
@@ -307,7 +308,7 @@ def compile_pair(verifier, draft, rule, setting, acceptances, report=lambda line
         + (K + 1) * flops_of(drafter, setting, 1), least=least)
   predicted = {}
   for a in acceptances:
-    best, gain = chips.best_num_draft(a, plain, verify, drafts[group])
+    best, gain = chips.best_num_draft(a, K, plain, verify, drafts[group])
     predicted[str(a)] = {
         'speedup': chips.speedup(a, K, plain, verify, drafts[group]),
         'tokens_per_second': setting.batch * chips.tokens_per_round(a, K) / (verify + K * drafts[group]),

@@ -27,7 +27,7 @@ class Chip:
 CHIPS = {
     'v5e': Chip(197e12, 16e9, 819e9, 400e9, ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
                 'cloud.google.com/tpu/docs/v5e'),
-    'v5p': Chip(459e12, 95 * 2**30, 2765e9, 1200e9, ('2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x8x8'),
+    'v5p': Chip(459e12, 95e9, 2765e9, 1200e9, ('2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x8x8'),
                 'cloud.google.com/tpu/docs/v5p'),
     'v6e': Chip(918e12, 32e9, 1638e9, 800e9, ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
                 'cloud.google.com/tpu/docs/v6e'),
@@ -78,9 +78,13 @@ def speedup(acceptance, num_draft, plain, verify, draft):
   return tokens_per_round(acceptance, num_draft) / (verify + num_draft * draft) * plain
 
 
-def best_num_draft(acceptance, plain, verify, draft, most=32):
-  """(K, speed-up) of the best number of drafted tokens; (0, 1.0) where none pays."""
-  options = [(k, speedup(acceptance, k, plain, verify, draft)) for k in range(1, most + 1)]
+def best_num_draft(acceptance, num_draft, plain, verify, draft, most=32):
+  """(K, speed-up) of the best number of drafted tokens; (0, 1.0) where none pays.
+
+  Args: verify, seconds of verifying num_draft tokens and one; that of others is on the line through it and `plain`.
+  """
+  of = lambda k: plain + (verify - plain) * k / num_draft
+  options = [(k, speedup(acceptance, k, plain, of(k), draft)) for k in range(1, most + 1)]
   best = max(options, key=lambda option: option[1])
   return best if best[1] > 1 else (0, 1.0)
 

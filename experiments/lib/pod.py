@@ -65,7 +65,7 @@ def _end_on_signals():
   signal.set_wakeup_fd(writer)
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda *_: None)
-  threading.Thread(target=lambda: leave(128 + os.read(reader, 1)[0]), daemon=True).start()
+  threading.Thread(target=lambda: os._exit(128 + os.read(reader, 1)[0]), daemon=True).start()
 
 
 def is_several() -> bool:
