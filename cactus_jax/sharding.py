@@ -30,6 +30,8 @@ def make_mesh(data=1, model=1, fsdp=1, devices=None) -> Mesh:
   number of devices.
   """
   devices = jax.devices() if devices is None else list(devices)
+  if not devices:
+    raise ValueError('devices is empty: need at least one.')
   for name, size in (('data', data), ('fsdp', fsdp), ('model', model)):
     if type(size) is not int or size < 1:
       raise ValueError(f'{name}={size!r}: need a whole number of at least 1.')
@@ -39,12 +41,19 @@ def make_mesh(data=1, model=1, fsdp=1, devices=None) -> Mesh:
   return jax.make_mesh((data, fsdp, model), ('data', 'fsdp', 'model'), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
+def is_mesh(mesh) -> bool:
+  """Whether it is a mesh with the axes of `make_mesh`."""
+  return isinstance(mesh, Mesh) and {'data', 'fsdp', 'model'} <= set(mesh.axis_names)
+
+
 def narrow(mesh, model) -> Mesh:
   """The same devices, in the same order, with fewer of them sharing a model: `model` of them, and copies of it.
 
   For a draft too small for all devices: each group of `model` neighbours drafts for a share of the rows, or, where the
   rows do not share out, each for all of them, and all come to the same.
   """
+  if not is_mesh(mesh):
+    raise ValueError(f'mesh={mesh!r:.60}: need a mesh, as from make_mesh(data=1, model=4).')
   width = mesh.shape['model']
   if type(model) is not int or model < 1 or width % model:
     raise ValueError(f'model={model!r}: the draft can share the {width} devices of the model axis in groups of '

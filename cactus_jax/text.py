@@ -324,10 +324,10 @@ def _common_mesh(target, draft):
   theirs = getattr(draft, 'mesh', None)
   if devices(mesh) != devices(theirs):
     raise ValueError('draft and verifier are on different devices: load both with the same mesh, or the draft with '
-                     'sharding.narrow(mesh, n) of it.')
+                     'narrow(mesh, n) of it.')
   if mesh is not None and sharding.row_groups(mesh) != sharding.row_groups(theirs):
     raise ValueError(f'the mesh of the draft splits rows {sharding.row_groups(theirs)} ways, the verifier\'s '
-                     f'{sharding.row_groups(mesh)} ways: make it with sharding.narrow(mesh, n).')
+                     f'{sharding.row_groups(mesh)} ways: make it with narrow(mesh, n).')
   return mesh
 
 

@@ -11,6 +11,7 @@ from those and the chip's published figures. A pair of 14B and 0.6B takes ten mi
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 import sys
@@ -64,7 +65,9 @@ def read(path):
 
 def configs():
   """Name, verifier, draft, and the number of tokens they share."""
-  if (_PAIR.value is None) == (_VERIFIER.value is None and _DRAFT.value is None):
+  if _PAIR.value is not None and (_VERIFIER.value is not None or _DRAFT.value is not None):
+    raise ValueError('--pair and the config of a verifier or draft are both given: choose one.')
+  if _PAIR.value is None and _VERIFIER.value is None and _DRAFT.value is None:
     raise ValueError(f'name a --pair ({", ".join(pairs.PAIRS)}), or else --verifier_config and --draft_config.')
   if _PAIR.value is not None:
     verifier, draft, num_tokens = pairs.PAIRS[_PAIR.value]
@@ -95,6 +98,8 @@ def main():
       prompt_length=_PROMPT_LENGTH.value, vocab_size=num_tokens, dtype=_DTYPE.value, data=_DATA.value,
       fsdp=_FSDP.value, latency=_LATENCY.value * 1e-6)
   rule, rates = common.rule(), acceptances()
+  if not math.isfinite(setting.latency):
+    raise ValueError(f'--collective_us={_LATENCY.value}: need a finite number of microseconds.')
   if isinstance(rule, cj.Budget):
     raise ValueError('--rule=budget: compile the rule whose number it steers, --rule=clamp.')
   jax.config.update('jax_enable_compilation_cache', False)  # what it keeps for a TPU cannot be read without one

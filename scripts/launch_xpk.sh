@@ -106,6 +106,12 @@ case $step in
   fetch) [ $# -eq 1 ] || [ $# -eq 2 ] || bad 'fetch needs one file, and may be told where to put it.' ;;
   *) bad "unknown step $step." ;;
 esac
+bucket=${bucket#gs://}
+for number in "$num_slices" "$max_restarts"; do
+  case $number in
+    *[!0-9]* | '') bad "--num_slices and --max_restarts are whole numbers, but one of them is \"$number\"." ;;
+  esac
+done
 case $step in
   attach | run | status | delete) needs cluster "$cluster"; needs zone "$zone" ;;
 esac

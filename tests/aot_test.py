@@ -225,9 +225,8 @@ def refusals(libtpu):
     ('one chip', None),
     ('known to nobody', "topology='v9:2x2': need a chip and a slice, as v5e:2x4; the chips known are v5e, v5p, v6e"),
     ('no slice', "topology='v5e': need a chip and a slice"),
-    ('odd slice', 'libtpu knows no such slice (INVALID_ARGUMENT: Topology layout "v5e:3x3" is not divisible'),
-    ('odd slice', 'among those it knows are 1x1, 2x2, 2x4,'),
-    ('no numbers', "topology='v5e:2xtwo': libtpu knows no such slice"),
+    ('odd slice', "topology='v5e:3x3': there is no such slice; those known are 1x1, 2x2, 2x4,"),
+    ('no numbers', "topology='v5e:2xtwo': there is no such slice"),
     ('data', 'data=3 x fsdp=1 does not divide the 8 chips of v5e:2x4'),
     ('fsdp', 'data=2 x fsdp=8 does not divide the 8 chips of v5e:2x4'),
     ('batch', 'batch=2 does not split over 4 groups of chips: choose a multiple'),
@@ -319,7 +318,8 @@ OWN = ('--verifier_config={0}/big', '--draft_config={0}/small/config.json')
 
 @pytest.mark.parametrize('arguments, expected', [
     ((), 'name a --pair (qwen3-14b+0.6b, '),
-    (('--pair=qwen3-14b+0.6b', *OWN), 'name a --pair'),
+    (('--pair=qwen3-14b+0.6b', *OWN), 'are both given: choose one'),
+    (('--pair=qwen3-14b+0.6b', '--collective_us=nan'), '--collective_us=nan: need a finite number'),
     (OWN[:1], '--verifier_config and --draft_config belong together.'),
     (('--verifier_config={0}/odd', OWN[1]), "model_type='mamba': the supported families are"),
     (('--verifier_config={0}/nowhere/config.json', OWN[1]), '/nowhere/config.json: no such file'),

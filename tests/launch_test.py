@@ -409,6 +409,8 @@ ERRORS = {
                            'after --.'),
     'xpk unknown option': (xpk('run', '--spot'), 'unknown option --spot; options are written --name=value, and those '
                            'of the program come after --.'),
+    'xpk odd number': (xpk('run', '--workload=w', '--type=v6e-8', '--num_slices=two', '--', '--output=/results/a'),
+                       '--num_slices and --max_restarts are whole numbers, but one of them is "two".'),
     'xpk no output': ([*XPK_RUN, '--seed=1'], 'the arguments must have an --output=/results/..., in the bucket: the '
                       'disks are not kept.'),
     'xpk output elsewhere': ([*XPK_RUN, '--output=a.jsonl'], 'the arguments must have an --output=/results/..., in '

@@ -48,7 +48,7 @@ def start(arguments, devices, environment=(), folder=None):
       'JAX_PLATFORMS': 'cpu',
       'JAX_NUM_CPU_DEVICES': str(devices),
       'XLA_FLAGS': '--xla_backend_optimization_level=0',  # programs are several, and short
-      'JAX_COMPILATION_CACHE_DIR': os.path.abspath(jax.config.jax_compilation_cache_dir),
+      'JAX_COMPILATION_CACHE_DIR': os.path.abspath(jax.config.jax_compilation_cache_dir or ROOT / 'build' / 'jax'),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
   } | dict(environment)
   line = [sys.executable, ROOT / 'experiments' / 'generate.py', *arguments]
@@ -247,3 +247,15 @@ def test_a_process_does_not_wait_for_ever(command, tmp_path):
   lone = [f'--coordinator=localhost:{free_port()}', '--num_processes=2', '--process_id=1', '--start_timeout=2']
   code, _, err = end(start(command(tmp_path / 'out.jsonl', *lone), 4), 30)
   assert code not in (0, 2) and 'DEADLINE_EXCEEDED' in err
+
+
+def test_refuses_an_address_that_is_none(command, tmp_path):
+  lone = ['--coordinator=nonsense', '--num_processes=2', '--process_id=0']
+  code, _, err = end(start(command(tmp_path / 'out.jsonl', *lone), 4), 60)
+  assert code == 2 and '--coordinator=nonsense: need the address of process 0 as host:port' in err
+
+
+def test_refuses_draft_devices_before_anything_is_loaded(command, tmp_path):
+  code, out, err = end(start(command(tmp_path / 'out.jsonl', '--draft=lookup', '--draft_devices=1'), 4), 60)
+  assert code == 2 and '--draft_devices means nothing to --draft=lookup' in err
+  assert 'verifier' not in out

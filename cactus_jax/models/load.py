@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 
+from cactus_jax import sharding
 from cactus_jax.models import gguf, hf
 from cactus_jax.models.transformer import Transformer
 
@@ -20,7 +21,7 @@ def load_transformer(source, *, mesh=None, dtype=None, quantize=None) -> Transfo
   """
   if quantize is not None:
     raise ValueError(f'quantize={quantize!r}: not supported yet; leave it out for plain weights.')
-  if mesh is not None and not {'data', 'fsdp', 'model'} <= set(getattr(mesh, 'axis_names', ())):
+  if mesh is not None and not sharding.is_mesh(mesh):
     raise ValueError(f'mesh={mesh!r:.60}: need a mesh, as from make_mesh(data=1, model=4).')
   return Transformer(*_format(source).load(source, dtype=dtype, mesh=mesh), mesh)
 

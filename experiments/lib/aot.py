@@ -69,24 +69,22 @@ def chip_of(topology) -> chips.Chip:
 
 
 def devices_of(topology):
-  """The pretended devices of a slice. Raises ValueError without libtpu, and for a slice that it does not know."""
+  """The pretended devices of a slice. Raises ValueError without libtpu, and for a slice that there is not."""
   chip, library = chip_of(topology), os.environ.get('TPU_LIBRARY_PATH')
   if library and not pathlib.Path(library).is_file():
     raise ValueError(f'TPU_LIBRARY_PATH={library}: there is no such file; it names the libtpu.so to compile with.')
   if not library and importlib.util.find_spec('libtpu') is None:
     raise ValueError('libtpu is not installed: run `pip install -e .[tpu]` (or pip install libtpu); it compiles for '
                      'TPUs on any Linux machine.')
+  slice_name = topology.partition(':')[2]
+  if slice_name not in chip.slices:  # libtpu would lay out some that nobody can have
+    raise ValueError(f'topology={topology!r}: there is no such slice; those known are {", ".join(chip.slices)}.')
   # libtpu takes hosts to have 2x2 chips, and refuses a slice that is less than a host.
-  sizes = topology.partition(':')[2].split('x')
-  options = {'chips_per_host_bounds': (1, 1, 1)} if set(sizes) == {'1'} else {}
+  options = {'chips_per_host_bounds': (1, 1, 1)} if slice_name == '1x1' else {}
   try:
     return topologies.get_topology_desc(topology, platform='tpu', **options).devices
   except Exception as error:  # no common base
-    reason = str(error).splitlines()[0]
-    if 'INVALID_ARGUMENT' not in reason:
-      raise ValueError(f'libtpu cannot be used: {reason}') from None
-    raise ValueError(f'topology={topology!r}: libtpu knows no such slice ({reason:.120}); among those it knows are '
-                     f'{", ".join(chip.slices)}.') from None
+    raise ValueError(f'libtpu cannot be used for {topology}: {str(error).splitlines()[0]}') from None
 
 
 def abstract_model(config, mesh, dtype) -> cj.Transformer:

@@ -27,7 +27,7 @@ class Chip:
 CHIPS = {
     'v5e': Chip(197e12, 16e9, 819e9, 400e9, ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
                 'cloud.google.com/tpu/docs/v5e'),
-    'v5p': Chip(459e12, 95e9, 2765e9, 1200e9, ('2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x8x8'),
+    'v5p': Chip(459e12, 95e9, 2765e9, 1200e9, ('2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x8x8', '8x8x8'),
                 'cloud.google.com/tpu/docs/v5p'),
     'v6e': Chip(918e12, 32e9, 1638e9, 800e9, ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
                 'cloud.google.com/tpu/docs/v6e'),

@@ -211,6 +211,7 @@ def mesh() -> jax.sharding.Mesh | None:
 
   Of data and model what is not given takes the devices that are left; if neither is, model takes them.
   """
+  _check_draft_devices()  # before anything is loaded
   count, data, fsdp, model = jax.device_count(), FLAGS.mesh_data, FLAGS.mesh_fsdp or 1, FLAGS.mesh_model
   if data is None:
     data = 1 if model is None else max(count // (fsdp * model), 1)
@@ -229,11 +230,16 @@ def draft(target):
   return draft_named(FLAGS.draft, target)
 
 
+def _check_draft_devices():
+  kind = FLAGS.draft.partition(':')[0]
+  if FLAGS.draft_devices is not None and kind in ('none', 'lookup', 'early_exit'):
+    raise ValueError(f'--draft_devices means nothing to --draft={FLAGS.draft}, which is no model of its own: drop it.')
+
+
 def draft_named(name, target):
   """As `draft`, for a name of the same form."""
   kind, _, layers = name.partition(':')
-  if FLAGS.draft_devices is not None and (name in ('none', 'lookup') or kind == 'early_exit'):
-    raise ValueError(f'--draft_devices means nothing to --draft={name}, which is no model of its own: drop it.')
+  _check_draft_devices()
   if name == 'none':
     return None, None
   if name == 'lookup':
@@ -246,7 +252,10 @@ def draft_named(name, target):
   if FLAGS.draft_devices is not None:
     if where is None:
       raise ValueError(f'--draft_devices={FLAGS.draft_devices}: there is one device; drop it.')
-    where = sharding.narrow(where, FLAGS.draft_devices)
+    try:
+      where = sharding.narrow(where, FLAGS.draft_devices)
+    except ValueError as error:
+      raise ValueError(f'--draft_devices: {error}') from None
   return cj.load_transformer(name, mesh=where), cj.load_tokenizer(name)
 
 

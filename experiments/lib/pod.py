@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import signal
 import sys
 import threading
@@ -38,6 +39,8 @@ def start(coordinator, num_processes, process_id, start_timeout, heartbeat_timeo
   Args: coordinator, num_processes, process_id: None where the cluster (TPU, GKE, SLURM, MPI) knows them.
   Raises: ValueError if it does not.
   """
+  if coordinator is not None and not re.fullmatch(r'\S+:\d{1,5}', coordinator):
+    raise ValueError(f'--coordinator={coordinator}: need the address of process 0 as host:port, such as 10.0.0.1:8476.')
   jax.config.update('jax_enable_preemption_service', False)  # it would only take note of SIGTERM
   _end_on_signals()
   patience = threading.Timer(5, print, ['Waiting for the other processes ...'], {'file': sys.stderr, 'flush': True})
