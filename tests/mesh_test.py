@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cactus_jax import sharding
+from cactus_jax.models import config
 
 ROOT = pathlib.Path(__file__).parent.parent
 MESHES = ('8x1x1', '4x1x2', '2x1x4', '1x1x8')  # data x fsdp x model
@@ -143,6 +144,29 @@ def test_refuses_to_narrow():
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
   with pytest.raises(ValueError, match='model=2: the draft can share the 1 devices of the model axis in groups of 1'):
     sharding.narrow(mesh, 2)
+
+
+@pytest.mark.parametrize('no_mesh', [None, 'a mesh', jax.make_mesh((1,), ('x',), devices=jax.devices()[:1])])
+def test_refuses_what_is_no_mesh_of_ours(no_mesh):
+  with pytest.raises(ValueError, match=r'need a mesh, as from make_mesh\(data=1, model=4\)'):
+    sharding.narrow(no_mesh, 1)
+
+
+def test_refuses_no_devices():
+  with pytest.raises(ValueError, match='devices is empty'):
+    sharding.make_mesh(devices=[])
+
+
+@pytest.mark.parametrize('ways, copies', [(1, 1), (2, 1), (4, 1), (8, 2), (16, 4), (3, 1), (6, 1), (32, 1)])
+def test_key_heads_are_repeated_where_that_gives_each_device_whole_heads(ways, copies):
+  split = SIXTEEN_AND_FOUR.split(ways)
+  assert split.kv_copies == copies and split.cache_heads == 4 * copies
+  assert split.split(1) == SIXTEEN_AND_FOUR, 'and back'
+
+
+SIXTEEN_AND_FOUR = config.ModelConfig('llama', vocab_size=64, embed_dim=32, num_layers=1, num_heads=16, num_kv_heads=4,
+                                      head_dim=8, mlp_dim=64, max_length=64, norm_eps=1e-6, rope_theta=1e4,
+                                      tie_embeddings=True)
 
 
 def test_axes_are_auto():
