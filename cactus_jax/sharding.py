@@ -41,9 +41,10 @@ def make_mesh(data=1, model=1, fsdp=1, devices=None) -> Mesh:
   return jax.make_mesh((data, fsdp, model), ('data', 'fsdp', 'model'), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def is_mesh(mesh) -> bool:
-  """Whether it is a mesh with the axes of `make_mesh`."""
-  return isinstance(mesh, Mesh) and {'data', 'fsdp', 'model'} <= set(mesh.axis_names)
+def check_mesh(mesh):
+  """Raises ValueError for what is no mesh with the axes of `make_mesh`."""
+  if not isinstance(mesh, Mesh) or not {'data', 'fsdp', 'model'} <= set(mesh.axis_names):
+    raise ValueError(f'mesh={mesh!r:.60}: need a mesh, as from make_mesh(data=1, model=4).')
 
 
 def narrow(mesh, model) -> Mesh:
@@ -52,8 +53,7 @@ def narrow(mesh, model) -> Mesh:
   For a draft too small for all devices: each group of `model` neighbours drafts for a share of the rows, or, where the
   rows do not share out, each for all of them, and all come to the same.
   """
-  if not is_mesh(mesh):
-    raise ValueError(f'mesh={mesh!r:.60}: need a mesh, as from make_mesh(data=1, model=4).')
+  check_mesh(mesh)
   width = mesh.shape['model']
   if type(model) is not int or model < 1 or width % model:
     raise ValueError(f'model={model!r}: the draft can share the {width} devices of the model axis in groups of '

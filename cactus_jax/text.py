@@ -370,7 +370,8 @@ class _Run:
     if extra:
       warnings.warn(f'{len(rows)} rows do not split over {sharding.row_groups(mesh)} groups of devices: {extra} idle '
                     'rows are added. A multiple uses them all.', stacklevel=3)
-    self._prompt_length = np.array([len(row) for row in rows + rows[:1] * extra])
+    taken = rows + rows[:1] * extra
+    self._prompt_length = np.array([len(row) for row in taken])
     longest = int(self._prompt_length.max())
     self.config = DecodeConfig(
         num_draft=num_draft,
@@ -380,18 +381,18 @@ class _Run:
         ledger=bool(ledger) or isinstance(rule, Budget),
         block_verification=bool(block_verification),
     )
-    padded = np.zeros((len(rows) + extra, min(bucket(longest), self.config.capacity)), np.int32)
-    for i, row in enumerate(rows + rows[:1] * extra):
+    padded = np.zeros((len(taken), min(bucket(longest), self.config.capacity)), np.int32)
+    for i, row in enumerate(taken):
       padded[i, : len(row)] = row
     # No row outgrows the context, so that is as good as any larger number, and never too large for an i32. An idle row
     # has all it wants.
-    limit = self._prompt_length + np.where(np.arange(len(padded)) < len(rows), min(max_new_tokens, context), 0)
+    limit = self._prompt_length + np.where(np.arange(len(taken)) < len(rows), min(max_new_tokens, context), 0)
     self.lossless = draft is None or bool(getattr(rule, 'lossless', False))
     settled = decode.settled(rule, sampling, len(rows), draft, self.config)
-    repeat = lambda leaf: leaf[np.minimum(np.arange(len(padded)), len(rows) - 1)] if extra else leaf
-    keys, (self._rule, self._sampling) = jax.tree.map(repeat, (row_keys(seed, rows), settled))
-    self._inputs = padded, self._prompt_length.astype(np.int32), keys, limit.astype(np.int32)
-    *self._inputs, self._rule, self._sampling = self._placed((*self._inputs, self._rule, self._sampling))
+    repeat = lambda leaf: leaf[np.minimum(np.arange(len(taken)), len(rows) - 1)] if extra else leaf
+    keys, settled = jax.tree.map(repeat, (row_keys(seed, rows), settled))
+    *self._inputs, (self._rule, self._sampling) = self._placed(
+        (padded, self._prompt_length.astype(np.int32), keys, limit.astype(np.int32), settled))
     _warn(draft, rule, sampling)
     self.state = None  # before the first round
 

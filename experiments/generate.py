@@ -101,14 +101,14 @@ def stream_one(prompt, options) -> cj.Completions:
   return stream.completions
 
 
-def answer_many(prompts, finished, rows, options, settings, batch_size) -> list[cj.Completions]:
+def answer_many(prompts, finished, rows, options, settings, size) -> list[cj.Completions]:
   """Answers batch by batch, storing each in `rows`, if there are such; `finished` are the prompts to be skipped."""
   todo = [(i, prompt) for i, prompt in enumerate(prompts) if i not in finished]
   batches = []
   with tqdm(total=len(todo), unit='prompt', disable=not pod.is_first()) as bar:
     tokens = 0
-    for start in range(0, len(todo), batch_size):
-      batch = todo[start : start + batch_size]
+    for start in range(0, len(todo), size):
+      batch = todo[start : start + size]
       if start:  # the last batch may be uneven, which nobody can help
         warnings.filterwarnings('ignore', r'\d+ rows do not split')
 
@@ -228,10 +228,11 @@ def main():
     if len(finished) == len(prompts):
       return
   mesh = common.mesh()
+  draft_mesh, size = common.draft_mesh(mesh), batch_size(mesh)
   print(common.describe(mesh), flush=True)
   tokenizer = pod.together(lambda: cj.load_tokenizer(common.verifier_source()))
   target = pod.together(lambda: cj.load_transformer(common.verifier_source(), mesh=mesh))
-  draft, draft_tokenizer = pod.together(lambda: common.draft(target))
+  draft, draft_tokenizer = pod.together(lambda: common.draft(target, draft_mesh))
   options = dict(target=target, draft=draft, rule=rule, sampling=sampling, draft_tokenizer=draft_tokenizer,
                  tokenizer=tokenizer, **common.text_options())
 
@@ -241,9 +242,9 @@ def main():
     if _OUTPUT.value is not None:
       pod.on_first(lambda: rows.append(answer(0, prompts[0], done, 0, settings)))
   else:
-    batches = answer_many(prompts, finished, rows, options, settings, batch_size(mesh))
+    batches = answer_many(prompts, finished, rows, options, settings, size)
   stats = metrics.merge([done.stats for done in batches])
-  plain = plain_rate(prompts[: batch_size(mesh)], options) if _COMPARE.value and draft is not None else None
+  plain = plain_rate(prompts[:size], options) if _COMPARE.value and draft is not None else None
   print(f'\n{table(stats, plain)}')
   for note in remarks(stats, plain, options):
     print(f'\n  Note: {note}')

@@ -12,22 +12,14 @@ from those and the chip's published figures. A pair of 14B and 0.6B takes ten mi
 
 import dataclasses
 import math
-import os
 import pathlib
 import sys
 
-# libtpu compiles here: it need not look for a TPU, nor ask a cloud what machine this is.
-os.environ['JAX_PLATFORMS'] = 'cpu'
-for variable, value in {
-    'TPU_SKIP_MDS_QUERY': '1',
-    # Of the machine that this is; libtpu complains where it cannot tell. The slice to compile for is named later.
-    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
-    'TPU_WORKER_HOSTNAMES': 'localhost',
-    'TPU_LOG_DIR': 'disabled',  # else two files a run in /tmp
-    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # without a TPU there is nothing to lock
-}.items():
-  os.environ.setdefault(variable, value)
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / 'experiments'))
+
+from lib import libtpu  # noqa: E402
+
+libtpu.prepare()
 
 import jax  # noqa: E402
 from absl import flags  # noqa: E402

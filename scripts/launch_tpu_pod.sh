@@ -28,32 +28,7 @@ With --dry_run a step prints its commands, one a line, and executes nothing.
 After an interruption the same run goes on where the answers end. A preempted spot slice is lost with its disks:
 fetch the answers now and then, and bring them along, by delete, create, setup, push answers.jsonl and the same run.'
 
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
-
-bad() { say "error: $*"; say 'scripts/launch_tpu_pod.sh --help tells the steps and their options.'; exit 2; }
-
-# quoted WORD...: the words as a shell reads them, in one line.
-quoted() {
-  local word separator=
-  for word; do
-    case $word in
-      '' | *[!A-Za-z0-9_./:=@%+,-]*) word=$(printf '%s\n' "$word" | LC_ALL=C sed "s/'/'\\\\''/g; 1s/^/'/; \$s/\$/'/") ;;
-    esac
-    printf '%s%s' "$separator" "$word"
-    separator=' '
-  done
-  printf '\n'
-}
-
-# execute COMMAND...: runs it, or only prints it.
-execute() {
-  if [ $dry_run = yes ]; then
-    quoted "$@"
-  else
-    say "+ $(quoted "$@")"
-    "$@"
-  fi
-}
+source "$(dirname -- "${BASH_SOURCE[0]}")/launch_lib.sh"
 
 on_all_hosts() { execute gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1"; }
 

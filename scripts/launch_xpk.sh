@@ -35,32 +35,7 @@ With --dry_run a step prints its commands, one a line, and executes nothing.
 A job that has used up its restarts, or was deleted, is continued by the same run, under another name of workload or
 after delete.'
 
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
-
-bad() { say "error: $*"; say 'scripts/launch_xpk.sh --help tells the steps and their options.'; exit 2; }
-
-# quoted WORD...: the words as a shell reads them, in one line.
-quoted() {
-  local word separator=
-  for word; do
-    case $word in
-      '' | *[!A-Za-z0-9_./:=@%+,-]*) word=$(printf '%s\n' "$word" | LC_ALL=C sed "s/'/'\\\\''/g; 1s/^/'/; \$s/\$/'/") ;;
-    esac
-    printf '%s%s' "$separator" "$word"
-    separator=' '
-  done
-  printf '\n'
-}
-
-# execute COMMAND...: runs it, or only prints it.
-execute() {
-  if [ $dry_run = yes ]; then
-    quoted "$@"
-  else
-    say "+ $(quoted "$@")"
-    "$@"
-  fi
-}
+source "$(dirname -- "${BASH_SOURCE[0]}")/launch_lib.sh"
 
 # needs OPTION VALUE: an option that may not be left out.
 needs() { [ -n "$2" ] || bad "$step needs --$1=..."; }

@@ -1,4 +1,4 @@
-# Sourced by demo.sh and test.sh: builds .venv step by step. A step that succeeded leaves a stamp and is repeated
+# Sourced by demo.sh, test.sh and launch_lib.sh: builds .venv step by step. A step that succeeded leaves a stamp and is repeated
 # only when setup.py, the Python or the step itself has changed. Written for bash 3.2, on Linux and macOS.
 # PYTHON=... chooses the interpreter; delete .venv to choose again.
 

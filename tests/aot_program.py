@@ -8,8 +8,9 @@ import json
 import os
 import sys
 
-os.environ |= {'JAX_PLATFORMS': 'cpu', 'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-               'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_LOG_DIR': 'disabled'}
+from lib import libtpu
+
+libtpu.prepare()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

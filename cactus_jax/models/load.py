@@ -21,8 +21,8 @@ def load_transformer(source, *, mesh=None, dtype=None, quantize=None) -> Transfo
   """
   if quantize is not None:
     raise ValueError(f'quantize={quantize!r}: not supported yet; leave it out for plain weights.')
-  if mesh is not None and not sharding.is_mesh(mesh):
-    raise ValueError(f'mesh={mesh!r:.60}: need a mesh, as from make_mesh(data=1, model=4).')
+  if mesh is not None:
+    sharding.check_mesh(mesh)
   return Transformer(*_format(source).load(source, dtype=dtype, mesh=mesh), mesh)
 
 

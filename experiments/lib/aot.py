@@ -1,6 +1,7 @@
 """Decoding compiled for TPU slices that are not there: the programs, what they cost, and what that would mean."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -50,7 +51,6 @@ class Program:
   temporaries: int  # bytes
   peak: int  # bytes: arguments, temporaries, and outputs that do not share memory with arguments
   compile_seconds: float
-  estimate: chips.Seconds | None = None
 
   @property
   def laws(self) -> hlo.Cost:
@@ -229,7 +229,7 @@ def flops_of(model, setting, tokens, logits=True) -> float:
   width = model.mesh.shape['model']
   attention = 2 * config.num_layers * config.num_heads * config.head_dim * setting.cache_length
   attention *= width if config.cache_heads % width else 1  # not shared out
-  [rows] = sharding.sharding_of(model.mesh, ('batch',), (setting.batch,)).shard_shape((setting.batch,))
+  rows = sharding.batch_per_device(model.mesh, setting.batch)
   return 2 * rows * tokens * (matrices + head + attention) / width
 
 
@@ -279,11 +279,11 @@ def compile_pair(verifier, draft, rule, setting, acceptances, report=lambda line
     return rows[program.name]['estimate_ms']['total'] / 1e3
 
   cache_of = lambda model: work.state(model, None).target_cache
-  K = setting.num_draft
+  K, target_cache = setting.num_draft, cache_of(target)
   plain = add(work.loop('plain step', target, None), flops_of(target, setting, 1),
-              least=least_bytes(target, cache_of(target), setting, 1))
+              least=least_bytes(target, target_cache, setting, 1))
   verify = add(work.loop(f'verify {K + 1}', target, cj.PromptLookup(), rule), flops_of(target, setting, K + 1),
-               least=least_bytes(target, cache_of(target), setting, K + 1))
+               least=least_bytes(target, target_cache, setting, K + 1))
   drafts = {}
   for group in (g for g in range(1, width + 1) if width % g == 0 and (whole or g in (1, width))):
     model = work.model(draft, group)
@@ -320,12 +320,10 @@ def compile_pair(verifier, draft, rule, setting, acceptances, report=lambda line
 
 def versions() -> dict:
   """Of what compiled."""
-  from importlib import metadata
-
-  found = {name: metadata.version(name) for name in ('jax', 'jaxlib')}
+  found = {name: importlib.metadata.version(name) for name in ('jax', 'jaxlib')}
   try:
-    return found | {'libtpu': metadata.version('libtpu')}
-  except metadata.PackageNotFoundError:  # named by TPU_LIBRARY_PATH
+    return found | {'libtpu': importlib.metadata.version('libtpu')}
+  except importlib.metadata.PackageNotFoundError:  # named by TPU_LIBRARY_PATH
     return found
 
 

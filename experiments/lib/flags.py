@@ -211,7 +211,6 @@ def mesh() -> jax.sharding.Mesh | None:
 
   Of data and model what is not given takes the devices that are left; if neither is, model takes them.
   """
-  _check_draft_devices()  # before anything is loaded
   count, data, fsdp, model = jax.device_count(), FLAGS.mesh_data, FLAGS.mesh_fsdp or 1, FLAGS.mesh_model
   if data is None:
     data = 1 if model is None else max(count // (fsdp * model), 1)
@@ -225,21 +224,28 @@ def num_draft() -> int:
   return FLAGS.num_draft
 
 
-def draft(target):
-  """The draft of --draft, and its tokenizer or None where it has none of its own."""
-  return draft_named(FLAGS.draft, target)
-
-
-def _check_draft_devices():
-  kind = FLAGS.draft.partition(':')[0]
-  if FLAGS.draft_devices is not None and kind in ('none', 'lookup', 'early_exit'):
+def draft_mesh(mesh) -> jax.sharding.Mesh | None:
+  """The mesh of the draft, if it is a model of its own: that of the verifier, or narrower by --draft_devices."""
+  if FLAGS.draft_devices is None:
+    return mesh
+  if FLAGS.draft.partition(':')[0] in ('none', 'lookup', 'early_exit'):
     raise ValueError(f'--draft_devices means nothing to --draft={FLAGS.draft}, which is no model of its own: drop it.')
+  if mesh is None:
+    raise ValueError(f'--draft_devices={FLAGS.draft_devices}: there is one device; drop it.')
+  try:
+    return sharding.narrow(mesh, FLAGS.draft_devices)
+  except ValueError as error:
+    raise ValueError(f'--draft_devices: {error}') from None
 
 
-def draft_named(name, target):
+def draft(target, mesh=None):
+  """The draft of --draft, on a mesh, and its tokenizer or None where it has none of its own."""
+  return draft_named(FLAGS.draft, target, mesh)
+
+
+def draft_named(name, target, mesh=None):
   """As `draft`, for a name of the same form."""
   kind, _, layers = name.partition(':')
-  _check_draft_devices()
   if name == 'none':
     return None, None
   if name == 'lookup':
@@ -248,15 +254,7 @@ def draft_named(name, target):
     if not layers.isdigit():
       raise ValueError(f'--draft={name}: need the number of layers, as in early_exit:8.')
     return target.early_exit(int(layers)), None
-  where = getattr(target, 'mesh', None)
-  if FLAGS.draft_devices is not None:
-    if where is None:
-      raise ValueError(f'--draft_devices={FLAGS.draft_devices}: there is one device; drop it.')
-    try:
-      where = sharding.narrow(where, FLAGS.draft_devices)
-    except ValueError as error:
-      raise ValueError(f'--draft_devices: {error}') from None
-  return cj.load_transformer(name, mesh=where), cj.load_tokenizer(name)
+  return cj.load_transformer(name, mesh=mesh), cj.load_tokenizer(name)
 
 
 def describe(mesh=None) -> str:

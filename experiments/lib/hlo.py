@@ -5,7 +5,6 @@ instruction counts what it reads from and writes to HBM: operands and results in
 slice once, a slice or an update in place by its own size, the body of a loop as often as it runs.
 """
 
-import collections
 import dataclasses
 import math
 import re
@@ -103,7 +102,7 @@ class Cost:
     return Cost(self.hbm_bytes * n, self.cycles * n, tuple((k, c * n, b * n) for k, c, b in self.collectives))
 
   def __add__(self, other):
-    total = collections.OrderedDict()
+    total = {}
     for kind, count, size in self.collectives + other.collectives:
       have = total.get(kind, (0, 0))
       total[kind] = (have[0] + count, have[1] + size)
@@ -244,7 +243,8 @@ class Module:
     """{label(instruction): Cost} of one pass through a computation."""
     found = {}
     for i, where, times in self.instructions(computation):
-      found[label(i)] = found.get(label(i), Cost()) + self._cost_of(i, where).times(times)
+      key = label(i)
+      found[key] = found.get(key, Cost()) + self._cost_of(i, where).times(times)
     return found
 
   def _cost_of(self, i, computation):
