@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from cactus_jax.models.config import FAMILIES, Llama3Rope, ModelConfig, from_hf_config
+from cactus_jax.models import rope
+from cactus_jax.models.config import FAMILIES, ModelConfig, from_hf_config
 from tests.checkpoints import CONFIG
 
 LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
@@ -73,20 +74,20 @@ def test_reads_families(config, ours):
 
 
 @pytest.mark.parametrize('config', [CONFIG, MISTRAL, QWEN2, QWEN3, GEMMA2])
-def test_reads_llama3_rope_of_old_and_new_configs(config):
+def test_reads_rope_scaling_of_old_and_new_configs(config):
   plain = from_hf_config(config)
   new = {'rope_theta': 1.0, 'rope_parameters': LLAMA3 | {'rope_theta': 5000.0}}
   for given in ({'rope_scaling': LLAMA3}, {'rope_scaling': LLAMA3 | {'type': 'llama3'}}, new):
-    assert from_hf_config(config | given) == dataclasses.replace(plain, llama3_rope=Llama3Rope(8.0, 1.0, 4.0, 32.0))
+    assert from_hf_config(config | given) == dataclasses.replace(plain, rope_scaling=rope.Llama3(8.0, 1.0, 4.0, 32.0))
 
 
 def test_reads_both_ropes_of_gemma3():
   ropes = {'full_attention': LLAMA3 | {'rope_theta': 7.0},
            'sliding_attention': {'rope_type': 'default', 'rope_theta': 5.0}}
-  changes = {'rope_theta': 7.0, 'local_rope_theta': 5.0, 'llama3_rope': Llama3Rope(8.0, 1.0, 4.0, 32.0)}
+  changes = {'rope_theta': 7.0, 'local_rope_theta': 5.0, 'rope_scaling': rope.Llama3(8.0, 1.0, 4.0, 32.0)}
   assert from_hf_config(GEMMA3 | {'rope_parameters': ropes}) == dataclasses.replace(from_hf_config(GEMMA3), **changes)
   old = from_hf_config(GEMMA3 | {'rope_scaling': LLAMA3})
-  assert (old.llama3_rope, old.local_rope_theta) == (Llama3Rope(8.0, 1.0, 4.0, 32.0), 100.0)
+  assert (old.rope_scaling, old.local_rope_theta) == (rope.Llama3(8.0, 1.0, 4.0, 32.0), 100.0)
 
 
 @pytest.mark.parametrize('config, text', [
@@ -127,7 +128,7 @@ def test_reads_both_ropes_of_gemma3():
     (GEMMA3 | {'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}}, "rope_type='linear' with {'factor': 8.0}"),
     (GEMMA3 | {'rope_parameters': {'rope_type': 'default', 'rope_theta': 7.0}},
      "'rope_theta': 7.0}: gemma3_text has one set for full_attention and one for sliding_attention;"),
-    (GEMMA3 | {'rope_parameters': {'sliding_attention': LLAMA3}}, 'sliding_attention with Llama3Rope(factor=8.0'),
+    (GEMMA3 | {'rope_parameters': {'sliding_attention': LLAMA3}}, 'sliding_attention with Llama3(factor=8.0'),
 ])
 def test_families_refuse(config, text):
   with raises(text):

@@ -169,7 +169,7 @@ def test_cached_families(family, name):
 
 
 @pytest.mark.parametrize('name, switch', [
-    ('llama3', {'llama3_rope': None}),
+    ('llama3', {'rope_scaling': None}),
     ('mistral', {'windows': ()}),
     ('mistral', {'windows': (6, 6, 6)}),
     ('qwen2', {'qkv_bias': False}),

@@ -24,6 +24,7 @@ LEVELS = {
   'drafts': ('A', 2),
   'decode': ('A', 3),
   'sharding': ('M', 0),
+  'models.rope': ('M', 0),
   'models.config': ('M', 1),
   'models.layers': ('M', 1),
   'models.cache': ('M', 1),

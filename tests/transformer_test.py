@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cactus_jax.models import layers, transformer
+from cactus_jax.models import layers, rope, transformer
 from cactus_jax.models.config import ModelConfig
 from cactus_jax.models.transformer import Transformer
 
@@ -16,9 +16,9 @@ CONFIG = ModelConfig(
     family='llama', vocab_size=50, embed_dim=32, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8,
     mlp_dim=48, max_length=64, norm_eps=1e-5, rope_theta=1000.0, tie_embeddings=True)
 SWITCHED = dataclasses.replace(
-    CONFIG, llama3_rope=(4.0, 1.0, 3.0, 16.0), local_rope_theta=50.0, qkv_bias=True, qk_norm=True, norm_offset=1.0,
-    post_norms=True, activation='gelu_tanh', embed_scale=5.0, query_scale=0.5, attn_softcap=2.0, logit_softcap=3.0,
-    windows=(3, None))
+    CONFIG, rope_scaling=rope.Llama3(4.0, 1.0, 3.0, 16.0), local_rope_theta=50.0, qkv_bias=True, qk_norm=True,
+    norm_offset=1.0, post_norms=True, activation='gelu_tanh', embed_scale=5.0, query_scale=0.5, attn_softcap=2.0,
+    logit_softcap=3.0, windows=(3, None))
 LENGTH = 24
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (3, LENGTH)))
 ATOL = 2e-5  # of float32 sums in another order, on logits of a few units
@@ -132,7 +132,7 @@ def test_only_relative_positions_matter():
   """Rotary embeddings (RoFormer, section 3.2): a query and a key see the distance of their positions."""
   query, key = jax.random.normal(jax.random.key(1), (2, 8))
   places = jnp.array([[4, 21, 9, 26]])  # 17 apart twice
-  angles = layers.rope_angles(places, 8, 1000.0)
+  angles = layers.rope_angles(places, rope.frequencies(8, 1000.0))
   turn = lambda x: layers.rope(jnp.tile(x, (1, 4, 1, 1, 1)), *angles)[0, :, 0, 0]
   scores = turn(query) @ turn(key).T
   assert_close(scores[0, 1], scores[2, 3])
@@ -219,14 +219,6 @@ def test_window(model, window):
   assert float(gradient[first : t + 1].min()) > 1e-7
   np.testing.assert_array_equal(gradient[:first], 0)
   np.testing.assert_array_equal(gradient[t + 1 : LENGTH], 0)
-
-
-def test_llama3_frequencies():
-  """Of 8, 4, 2, 1 and 1/2 turns in the original context, with bounds 1 and 4 and a factor of 8."""
-  turns = jnp.array([8.0, 4.0, 2.0, 1.0, 0.5])
-  frequencies = turns * 2 * np.pi / 64
-  scaled = layers.llama3_frequencies(frequencies, 8.0, 1.0, 4.0, 64)
-  np.testing.assert_allclose(scaled / frequencies, [1, 1, 1 / 3 + 2 / 3 / 8, 1 / 8, 1 / 8], rtol=1e-5)
 
 
 @pytest.mark.parametrize('windows', [(3,), (3, 0), (3, True), (3, 4.0)])

@@ -5,16 +5,8 @@ neither handles nor knows to be irrelevant: an attribute skipped in silence is a
 """
 
 import dataclasses
-from typing import NamedTuple
 
-
-class Llama3Rope(NamedTuple):
-  """What stretches the rotary frequencies of Llama 3.1 and later; see `layers.llama3_frequencies`."""
-
-  factor: float
-  low_freq_factor: float
-  high_freq_factor: float
-  original_max_position_embeddings: float
+from cactus_jax.models import rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +27,8 @@ class ModelConfig:
   tie_embeddings: bool
   eos_ids: tuple[int, ...] = ()
   # What sets families apart; the defaults are those of a Llama.
-  llama3_rope: Llama3Rope | None = None
-  local_rope_theta: float | None = None  # of the layers with a window; None: rope_theta, as in the others
+  rope_scaling: rope.Scaling | None = None
+  local_rope_theta: float | None = None  # of layers with a window, unscaled; None: as in the others
   qkv_bias: bool = False
   qk_norm: bool = False  # an RMS norm of each query and key head
   norm_offset: float = 0.0  # what is added to the stored weight of every norm
@@ -226,7 +218,8 @@ _HANDLED = {
     *_NEEDED.values(), 'num_key_value_heads', 'head_dim', 'tie_word_embeddings', 'rope_theta', 'rope_scaling',
     'rope_parameters',
 }
-_ROPE_KINDS = {'default': (), 'llama3': Llama3Rope._fields}
+_LLAMA3 = tuple(field.name for field in dataclasses.fields(rope.Llama3))
+_ROPE_KINDS = {'default': (), 'llama3': _LLAMA3}
 
 
 def _check(config, needs=(), handles=(), **only):
@@ -257,7 +250,7 @@ def _check(config, needs=(), handles=(), **only):
 def _plain(config, tied=False):
   """The config without what sets its family apart; `tied` is what its family means by no `tie_word_embeddings`."""
   sizes = {ours: config[theirs] for ours, theirs in _NEEDED.items()}
-  theta, llama3 = _rope(config)
+  theta, scaling = _rope(config)
   return ModelConfig(
       family=config['model_type'],
       num_kv_heads=config.get('num_key_value_heads') or sizes['num_heads'],
@@ -265,27 +258,24 @@ def _plain(config, tied=False):
       rope_theta=theta,
       tie_embeddings=bool(config.get('tie_word_embeddings', tied)),
       eos_ids=eos_ids_of(config),
-      llama3_rope=llama3,
+      rope_scaling=scaling,
       **sizes,
   )
 
 
 def _rope(config):
-  """The base of rotary embeddings and a `Llama3Rope` or None; `rope_parameters` (transformers 5) overrules the rest."""
-  rope = (config.get('rope_scaling') or {}) | (config.get('rope_parameters') or {})
-  theta = rope.pop('rope_theta', config.get('rope_theta') or 10000.0)
-  kind = rope.pop('type', 'default')
-  kind = rope.pop('rope_type', kind)
-  if kind not in _ROPE_KINDS or rope.keys() != {*_ROPE_KINDS[kind]}:
+  """The base of rotary embeddings and their scaling or None; `rope_parameters` (transformers 5) overrules the rest."""
+  given = (config.get('rope_scaling') or {}) | (config.get('rope_parameters') or {})
+  theta = given.pop('rope_theta', config.get('rope_theta') or 10000.0)
+  kind = given.pop('type', 'default')
+  kind = given.pop('rope_type', kind)
+  if kind not in _ROPE_KINDS or given.keys() != {*_ROPE_KINDS[kind]}:
     raise ValueError(
-        f'rope_type={kind!r} with {rope}: only "default" with nothing else and "llama3" with '
-        f'{", ".join(Llama3Rope._fields)} are implemented; use a checkpoint with other rotary embeddings.')
+        f'rope_type={kind!r} with {given}: only "default" with nothing else and "llama3" with '
+        f'{", ".join(_LLAMA3)} are implemented; use a checkpoint with other rotary embeddings.')
   if kind == 'default':
     return float(theta), None
-  llama3 = Llama3Rope(*(float(_positive(rope, name)) for name in Llama3Rope._fields))
-  if llama3.low_freq_factor >= llama3.high_freq_factor:
-    raise ValueError(f'{llama3}: low_freq_factor must be below high_freq_factor; check the config.')
-  return float(theta), llama3
+  return float(theta), rope.Llama3(*(float(_positive(given, name)) for name in _LLAMA3))
 
 
 def _positive(config, name, default=None):

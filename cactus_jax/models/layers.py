@@ -68,27 +68,10 @@ def soft_cap(x, cap):
   return cap * jnp.tanh(x / cap)
 
 
-def rope_angles(positions_BT, head_dim, theta, llama3=None):
-  """cos and sin, f32[B, T, H/2], of position times frequency (RoFormer, Su et al., 2021, equation 15).
-
-  llama3: None or the four numbers of `llama3_frequencies`.
-  """
-  frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-  if llama3 is not None:
-    frequencies = llama3_frequencies(frequencies, *llama3)
+def rope_angles(positions_BT, frequencies, amplitude=1.0):
+  """cos and sin, f32[B, T, H/2], of position times frequency, times the amplitude (`rope.py`)."""
   angles = positions_BT[..., None].astype(jnp.float32) * frequencies[None, None]
-  return jnp.cos(angles), jnp.sin(angles)
-
-
-def llama3_frequencies(frequencies, factor, low, high, original_length):
-  """Frequencies for a context `factor` times the original one, as Llama 3.1 has them.
-
-  A frequency with fewer than `low` turns in the original context is divided by the factor, one with more than `high`
-  is kept, and between them the two are mixed.
-  """
-  turns = original_length * frequencies / (2 * jnp.pi)
-  kept = jnp.clip((turns - low) / (high - low), 0, 1)
-  return (1 - kept) * frequencies / factor + kept * frequencies
+  return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
 
 def rope(x_BTGRH, cos, sin):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from cactus_jax import sharding
 from cactus_jax.models import cache as kv
-from cactus_jax.models import layers
+from cactus_jax.models import layers, rope
 from cactus_jax.models.config import ModelConfig
 
 
@@ -150,10 +150,12 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
   R = config.num_heads // config.cache_heads
   rows = sharding.batch_per_device(mesh, B) * T
   matmul = functools.partial(layers.matmul, rows=rows)
-  angles = layers.rope_angles(positions_BT, config.head_dim, config.rope_theta, config.llama3_rope)
+  scaling = config.rope_scaling
+  angles = layers.rope_angles(positions_BT, rope.frequencies(config.head_dim, config.rope_theta, scaling),
+                              scaling.attention_factor if scaling else 1.0)
   local_angles = angles
   if config.local_rope_theta is not None:
-    local_angles = layers.rope_angles(positions_BT, config.head_dim, config.local_rope_theta)
+    local_angles = layers.rope_angles(positions_BT, rope.frequencies(config.head_dim, config.local_rope_theta))
   norm = functools.partial(layers.rms_norm, eps=config.norm_eps, offset=config.norm_offset)
   windows = config.windows or (None,) * config.num_layers
   whole = lambda x_BTD: sharding.constrain(x_BTD, mesh, 'batch', None, None)
