@@ -76,6 +76,11 @@ def sharding_of(mesh, axes, shape) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def tree_of(mesh, specs):
+  """The shardings of a tree of things with `shape` and `axes`."""
+  return jax.tree.map(lambda spec: sharding_of(mesh, spec.axes, spec.shape), specs)
+
+
 def constrain(x, mesh, *axes):
   """x, split as its logical axes say; without a mesh, x."""
   return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding_of(mesh, axes, x.shape))
@@ -114,7 +119,22 @@ def from_host(array, sharding) -> jax.Array:
 
   (`jax.device_put` would gather the array from all processes, to see that it is the same.)
   """
-  return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+  return from_parts(array.shape, sharding, lambda index: array[index])
+
+
+def from_parts(shape, sharding, part) -> jax.Array:
+  """An array of the mesh from part(index), a numpy array for a slice of each axis.
+
+  Each part that this process has devices for is asked for once, and let go before the next.
+  """
+  devices = {}
+  for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+    devices.setdefault(tuple(s.indices(size)[:2] for s, size in zip(index, shape)), []).append(device)
+  arrays = []
+  for bounds, holders in devices.items():
+    array = part(tuple(slice(*pair) for pair in bounds))
+    arrays += [jax.device_put(array, device) for device in holders]
+  return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
 
 
 def fetch(tree):

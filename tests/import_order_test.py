@@ -25,6 +25,7 @@ LEVELS = {
   'decode': ('A', 3),
   'sharding': ('M', 0),
   'models.rope': ('M', 0),
+  'models.int8': ('M', 0),
   'models.config': ('M', 1),
   'models.layers': ('M', 1),
   'models.cache': ('M', 1),

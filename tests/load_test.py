@@ -57,7 +57,8 @@ def test_loads_relative_and_home_paths(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('options, text', [
     ({'mesh': 'a mesh'}, "mesh='a mesh': need a mesh, as from make_mesh(data=1, model=4)"),
-    ({'quantize': 'int8'}, "quantize='int8': not supported yet; leave it out"),
+    ({'quantize': 'int4'}, "quantize='int4': implemented are 'int8' and None, which keeps floats."),
+    ({'kv_dtype': 'float8'}, "kv_dtype='float8': implemented are 'int8' and None, which keeps floats."),
 ])
 def test_refuses_what_is_not_there_yet(tmp_path, options, text):
   with raises(text):

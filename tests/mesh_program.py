@@ -42,7 +42,8 @@ def models(mesh):
   for seed, (sizes, where) in enumerate(((verifier, mesh), (draft, mesh and sharding.narrow(mesh, 1)))):
     stored = weights_as_stored(transformer.random_params(jax.random.key(seed), sizes), sizes)
     fitted = weights.for_mesh(sizes, where)
-    params = weights.assemble(fitted, NAMES, {n: a.shape for n, a in stored.items()}, stored.get, source='random',
+    params = weights.assemble(fitted, NAMES, {n: a.shape for n, a in stored.items()},
+                              lambda name, index, stored=stored: stored[name][index], source='random',
                               dtype='float32', mesh=where)
     made.append(transformer.Transformer(params, fitted, where))
   return made

@@ -5,29 +5,46 @@ import jax
 import jax.numpy as jnp
 
 from cactus_jax import sharding
+from cactus_jax.models import int8
+from cactus_jax.models.int8 import Int8
 
-AXES = ('batch', 'heads', None, None)  # of [B, G, S, H]
+AXES = ('batch', 'heads', None, None)  # of [B, G, S, H], and the first three of the scales [B, G, S]
 
 
 @flax.struct.dataclass
 class KVCache:
   """Keys and values of every layer. Which slots are valid is the decoder's knowledge (`DecodeState`), not ours."""
 
-  k: tuple[jax.Array, ...]  # per layer [B, G, S, H]
-  v: tuple[jax.Array, ...]
+  k: tuple[jax.Array | Int8, ...]  # per layer [B, G, S, H]; Int8: with a scale for each key head and position
+  v: tuple[jax.Array | Int8, ...]
 
 
 def init(config, batch, length, dtype, mesh=None):
-  """An empty cache of `length` slots a row."""
+  """An empty cache of `length` slots a row, of floats or, for the dtype int8, `Int8`."""
   shape = (batch, config.cache_heads, length, config.head_dim)
-  zeros = lambda: tuple(sharding.constrain(jnp.zeros(shape, dtype), mesh, *AXES) for _ in range(config.num_layers))
-  return KVCache(k=zeros(), v=zeros())
+  zeros = lambda shape, dtype: sharding.constrain(jnp.zeros(shape, dtype), mesh, *AXES[: len(shape)])
+  empty = lambda: (Int8(values=zeros(shape, dtype), scale=zeros(shape[:3], jnp.float32)) if dtype == jnp.int8 else
+                   zeros(shape, dtype))
+  return KVCache(k=tuple(empty() for _ in range(config.num_layers)),
+                 v=tuple(empty() for _ in range(config.num_layers)))
 
 
-def write(cache_BGSH, new_BTGH, positions_BT, mesh=None):
-  """The cache with each row's T new entries at that row's own positions; a position beyond the end is dropped."""
-  B, G = cache_BGSH.shape[:2]
+def write(cached, new_BTGH, positions_BT, mesh=None):
+  """The cached array with each row's T new entries at that row's own positions; one beyond the end is dropped."""
+  new = int8.quantize(new_BTGH, -1) if isinstance(cached, Int8) else new_BTGH.astype(cached.dtype)
+  return jax.tree.map(lambda old, new: _write(old, new, positions_BT, mesh), cached, new)
+
+
+def _write(old_BGS, new_BTG, positions_BT, mesh):
+  """For values, which have a last axis H, and for scales, which have not."""
+  B, G = old_BGS.shape[:2]
   rows_B11, heads_1G1 = jnp.arange(B)[:, None, None], jnp.arange(G)[None, :, None]
-  new_BGTH = new_BTGH.swapaxes(1, 2).astype(cache_BGSH.dtype)
-  written = cache_BGSH.at[rows_B11, heads_1G1, positions_BT[:, None]].set(new_BGTH, mode='drop')
-  return sharding.constrain(written, mesh, *AXES)
+  written = old_BGS.at[rows_B11, heads_1G1, positions_BT[:, None]].set(new_BTG.swapaxes(1, 2), mode='drop')
+  return sharding.constrain(written, mesh, *AXES[: written.ndim])
+
+
+def as_read(cached, new_BTGH):
+  """New entries as the cache will give them back, so that what a token sees does not depend on when it was written."""
+  if not isinstance(cached, Int8):
+    return new_BTGH
+  return int8.dequantize(int8.quantize(new_BTGH, -1), -1).astype(new_BTGH.dtype)

@@ -57,7 +57,7 @@ SPLITS = {
 }
 
 
-def load(path, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
+def load(path, *, dtype=None, mesh=None, quantize=None) -> tuple[Params, ModelConfig]:
   """Weights, dequantised, and config of a GGUF file.
 
   Raises ValueError for a model that is not implemented and for a file that is damaged or does not fit.
@@ -68,13 +68,15 @@ def load(path, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
   stored = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
   config = weights.for_mesh(_config(reader, stored, path), mesh)
 
-  def read(name):
+  def read(name, index):
     array = _dequantize(tensors[name], path)
     if name.endswith(('attn_q.weight', 'attn_k.weight')):
       array = _unpermute(array, config.head_dim)
-    return array
+    return array[index]
 
-  return weights.assemble(config, NAMES, stored, read, source=path, dtype=dtype, mesh=mesh), config
+  params = weights.assemble(
+      config, NAMES, stored, read, source=path, dtype=dtype, mesh=mesh, quantize=quantize)
+  return params, config
 
 
 def load_tokenizer(path):

@@ -45,7 +45,7 @@ TOKENIZER_FILES = ('*.json', '*.jinja', 'merges.txt', 'tokenizer.model')
 WEIGHT_FILES = ('*.json', 'model*.safetensors')
 
 
-def load(source, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
+def load(source, *, dtype=None, mesh=None, quantize=None) -> tuple[Params, ModelConfig]:
   """Weights and config of a checkpoint folder or hub id.
 
   Raises ValueError for a model that is not implemented and for files that are missing, damaged or do not fit.
@@ -55,9 +55,10 @@ def load(source, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
   with contextlib.ExitStack() as stack:
     files = _open_tensors(folder, stack)
     stored = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
-    read = lambda name: files[name].get_tensor(name)
+    read = lambda name, index: files[name].get_slice(name)[index]
     names = POST_NORM_NAMES if config.post_norms else NAMES
-    params = weights.assemble(config, names, stored, read, source=folder, dtype=dtype, mesh=mesh)
+    params = weights.assemble(
+        config, names, stored, read, source=folder, dtype=dtype, mesh=mesh, quantize=quantize)
   return params, config
 
 

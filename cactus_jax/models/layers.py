@@ -5,10 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from cactus_jax.models import int8
+from cactus_jax.models.int8 import Int8
+
 
 def matmul(x_BTD, weight_DF, rows=None):
-  """x @ weight. rows: of B*T, how many a device has; None: all."""
+  """x @ weight, which may be `Int8`. rows: of B*T, how many a device has; None: all."""
   B, T, D = x_BTD.shape
+  if isinstance(weight_DF, Int8):
+    return int8.product(x_BTD, weight_DF, 0).astype(x_BTD.dtype)
   if (B * T if rows is None else rows) > 1:
     return x_BTD @ weight_DF
   on_cpu = _matvec_in_quarters if B * T == 1 and D % 4 == 0 else jnp.matmul
@@ -16,7 +21,9 @@ def matmul(x_BTD, weight_DF, rows=None):
 
 
 def logits(x_BTD, head_VD, rows=None):
-  """x @ head.T, f32[B, T, V]."""
+  """x @ head.T, f32[B, T, V]; the head may be `Int8`."""
+  if isinstance(head_VD, Int8):
+    return int8.product(x_BTD, head_VD, 1)
   product = lambda x_BTD, head_VD: jnp.einsum('BTD,VD->BTV', x_BTD, head_VD, preferred_element_type=jnp.float32)
   if (x_BTD.shape[0] * x_BTD.shape[1] if rows is None else rows) > 1:
     return product(x_BTD, head_VD)
@@ -93,7 +100,7 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
   Args:
     q_BTGRH, k_BTGH, v_BTGH: of the new tokens, at consecutive positions in each row. (One that is read twice, at one
       position, counts twice and changes nothing.)
-    k_BGSH, v_BGSH: the cache. positions_BT: i32[B, T].
+    k_BGSH, v_BGSH: the cache, maybe `Int8`. positions_BT: i32[B, T].
     scale: of the scores; None is H^-1/2.
     cap: of the scores (`soft_cap`), or None.
     window: how many positions a query sees, its own included, or None for all.
@@ -106,15 +113,18 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
   q_BGQH = q_BTGRH.swapaxes(1, 2).reshape(B, G, T * R, H)
 
   def scores(k_BGSH, slots_BTS, seen_BTS):
+    k_BGSH, k_scale_BGS = _split(k_BGSH, q_BTGRH.dtype)
     scores = jax.lax.dot_general(q_BGQH, k_BGSH, (((3,), (3,)), batch), preferred_element_type=jnp.float32)
     scores = scores * (H**-0.5 if scale is None else scale)
+    if k_scale_BGS is not None:
+      scores *= k_scale_BGS[:, :, None]
     if cap is not None:
       scores = soft_cap(scores, cap)
     if window is not None:
       seen_BTS &= positions_BT[..., None] - slots_BTS < window
     return jnp.where(jnp.repeat(seen_BTS, R, axis=1)[:, None], scores, -jnp.inf)
 
-  slots_11S = jnp.arange(k_BGSH.shape[2])[None, None]
+  slots_11S = jnp.arange(jax.tree.leaves(k_BGSH)[0].shape[2])[None, None]
   old_BGQS = scores(k_BGSH, slots_11S, jnp.broadcast_to(slots_11S < positions_BT[:, :1, None], (B, T, slots_11S.size)))
   new_BGQT = scores(
       k_BTGH.swapaxes(1, 2), positions_BT[:, None], positions_BT[:, None] <= positions_BT[..., None])
@@ -122,11 +132,22 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
   peak_BGQ1 = jnp.maximum(jnp.max(old_BGQS, axis=-1, keepdims=True), jnp.max(new_BGQT, axis=-1, keepdims=True))
   old_BGQS, new_BGQT = jnp.exp(old_BGQS - peak_BGQ1), jnp.exp(new_BGQT - peak_BGQ1)
   mass_BGQ1 = jnp.sum(old_BGQS, axis=-1, keepdims=True) + jnp.sum(new_BGQT, axis=-1, keepdims=True)
-  mean = lambda weights, v_BGSH: jax.lax.dot_general(
-      weights.astype(v_BGSH.dtype), v_BGSH, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
+
+  def mean(weights_BGQS, v_BGSH):
+    v_BGSH, v_scale_BGS = _split(v_BGSH, q_BTGRH.dtype)
+    if v_scale_BGS is not None:
+      weights_BGQS = weights_BGQS * v_scale_BGS[:, :, None]
+    return jax.lax.dot_general(
+        weights_BGQS.astype(v_BGSH.dtype), v_BGSH, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
+
   out_BGQH = (mean(old_BGQS, v_BGSH) + mean(new_BGQT, v_BTGH.swapaxes(1, 2))) / mass_BGQ1
-  out_BGQH = out_BGQH.astype(v_BGSH.dtype)
+  out_BGQH = out_BGQH.astype(q_BTGRH.dtype)
   return out_BGQH.reshape(B, G, T, R * H).swapaxes(1, 2).reshape(B, T, -1)
+
+
+def _split(cached, dtype):
+  """What a product with cached numbers needs: the numbers, or integers as `dtype` and the scale they lack."""
+  return (cached.values.astype(dtype), cached.scale) if isinstance(cached, Int8) else (cached, None)
 
 
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True)}

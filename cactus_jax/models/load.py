@@ -9,21 +9,27 @@ from cactus_jax.models import gguf, hf
 from cactus_jax.models.transformer import Transformer
 
 
-def load_transformer(source, *, mesh=None, dtype=None, quantize=None) -> Transformer:
+def load_transformer(source, *, mesh=None, dtype=None, quantize=None, kv_dtype=None) -> Transformer:
   """The model of a hub id, a checkpoint folder or a .gguf file.
 
   Args:
     dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere.
     mesh: devices that share the weights (`make_mesh`), or None: one device. Where heads, mlp or vocabulary do not share
       out over its `model` axis, each device computes with all of them, and a warning says so.
-    quantize: not supported yet.
+    quantize: None, or 'int8': the matrices of the layers and the head are held as 8-bit integers with a scale for each
+      output, and multiply activations that are rounded likewise, token by token (`int8.py`). The embedding and norms
+      stay as they are; where the embedding serves as head, it gets a copy.
+    kv_dtype: None, the dtype of the weights, or 'int8': keys and values are cached with a scale for each head and
+      position.
   Raises: ValueError for a source that is missing, damaged or of a model that is not implemented.
   """
-  if quantize is not None:
-    raise ValueError(f'quantize={quantize!r}: not supported yet; leave it out for plain weights.')
+  for name, value in (('quantize', quantize), ('kv_dtype', kv_dtype)):
+    if value not in (None, 'int8'):
+      raise ValueError(f"{name}={value!r}: implemented are 'int8' and None, which keeps floats.")
   if mesh is not None:
     sharding.check_mesh(mesh)
-  return Transformer(*_format(source).load(source, dtype=dtype, mesh=mesh), mesh)
+  params, config = _format(source).load(source, dtype=dtype, mesh=mesh, quantize=quantize)
+  return Transformer(params, config, mesh, kv_dtype)
 
 
 def load_tokenizer(source):

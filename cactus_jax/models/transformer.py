@@ -15,11 +15,13 @@ from cactus_jax import sharding
 from cactus_jax.models import cache as kv
 from cactus_jax.models import layers, rope
 from cactus_jax.models.config import ModelConfig
+from cactus_jax.models.int8 import Int8
 
 
 @flax.struct.dataclass
 class Layer:
-  """Weights of one layer. Matrices are [in, out]: on a CPU that is the faster side for 1 to 8 tokens.
+  """Weights of one layer. Matrices are [in, out]: on a CPU that is the faster side for 1 to 8 tokens. They may be
+  `Int8`.
 
   Query, key and value are one matrix, since XLA's CPU backend gives a product as small as the key's one core only;
   they are grouped by key head, so that the axis can be split over devices as the heads are.
@@ -47,7 +49,7 @@ class Params:
   embed: jax.Array  # [V, D]
   layers: tuple[Layer, ...]
   final_norm: jax.Array  # [D]
-  head: jax.Array | None  # [V, D]; None: the embedding serves as head
+  head: jax.Array | Int8 | None  # [V, D]; None: the embedding serves as head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +59,23 @@ class ParamSpec:
   shape: tuple[int, ...]
   axes: tuple[str, ...]
 
+  @property
+  def is_matrix(self):
+    return len(self.shape) == 2
 
-def abstract(config: ModelConfig) -> Params:
-  """The tree of `ParamSpec` that weights of `config` must match."""
+  @property
+  def input_axis(self):
+    """Of a matrix, the axis that its product with activations sums over; the embedding's is that of a head."""
+    return 1 if self.axes[0] == 'vocab' else 0
+
+  def as_int8(self) -> Int8:
+    """The specs of the `Int8` that holds this matrix, with a scale for each output."""
+    outputs = 1 - self.input_axis
+    return Int8(values=self, scale=ParamSpec((self.shape[outputs],), (self.axes[outputs],)))
+
+
+def abstract(config: ModelConfig, quantize=None) -> Params:
+  """The tree of `ParamSpec` that weights of `config` must match, plain or quantised (None or 'int8')."""
   D, F, V = config.embed_dim, config.mlp_dim, config.vocab_size
   NH, GH = config.num_heads * config.head_dim, config.cache_heads * config.head_dim
   norm, head_norm = ParamSpec((D,), ('norm',)), ParamSpec((config.head_dim,), ('norm',))
@@ -78,12 +94,11 @@ def abstract(config: ModelConfig) -> Params:
       post_mlp_norm=norm if config.post_norms else None,
   )
   table = ParamSpec((V, D), ('vocab', 'embed'))
-  return Params(
-      embed=table,
-      layers=(layer,) * config.num_layers,
-      final_norm=norm,
-      head=None if config.tie_embeddings else table,
-  )
+  head = None if config.tie_embeddings else table
+  if quantize:
+    layer = jax.tree.map(lambda spec: spec.as_int8() if spec.is_matrix else spec, layer)
+    head = table.as_int8()
+  return Params(embed=table, layers=(layer,) * config.num_layers, final_norm=norm, head=head)
 
 
 def random_params(key, config: ModelConfig, dtype=jnp.float32) -> Params:
@@ -96,8 +111,7 @@ def random_params(key, config: ModelConfig, dtype=jnp.float32) -> Params:
       return (jax.random.normal(key, spec.shape) * 0.1).astype(dtype)
     if len(spec.shape) == 1:
       return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
-    fan_in = spec.shape[1] if spec.axes[0] == 'vocab' else spec.shape[0]
-    return (jax.random.normal(key, spec.shape) * fan_in**-0.5).astype(dtype)
+    return (jax.random.normal(key, spec.shape) * spec.shape[spec.input_axis]**-0.5).astype(dtype)
 
   return jax.tree.unflatten(tree, [draw(*pair) for pair in zip(keys, specs)])
 
@@ -109,6 +123,7 @@ class Transformer:
   params: Params
   config: ModelConfig = flax.struct.field(pytree_node=False)
   mesh: jax.sharding.Mesh | None = flax.struct.field(pytree_node=False, default=None)  # of its weights
+  kv_dtype: str | None = flax.struct.field(pytree_node=False, default=None)  # of its caches; None: that of the weights
 
   def __call__(self, tokens_BT, positions_BT, cache):
     """Logits of the next token after each of T tokens, and the cache with those tokens in it.
@@ -123,8 +138,8 @@ class Transformer:
       return forward(self.params, self.config, tokens_BT, positions_BT, cache, self.mesh)
 
   def init_cache(self, batch, length):
-    """An empty cache in the dtype of the weights."""
-    return kv.init(self.config, batch, length, self.params.embed.dtype, self.mesh)
+    """An empty cache."""
+    return kv.init(self.config, batch, length, jnp.dtype(self.kv_dtype or self.params.embed.dtype), self.mesh)
 
   def early_exit(self, num_layers):
     """The draft made of this model's first `num_layers` layers with its own norm and head; weights are shared.
@@ -136,11 +151,10 @@ class Transformer:
       raise ValueError(
           f'early_exit({num_layers}): the model has {self.config.num_layers} layers; a draft needs at least 1 of '
           f'them and fewer than all, so choose 1..{self.config.num_layers - 1}.')
-    return Transformer(
+    return self.replace(
         params=self.params.replace(layers=self.params.layers[:num_layers]),
         config=dataclasses.replace(
             self.config, num_layers=num_layers, windows=self.config.windows[:num_layers]),
-        mesh=self.mesh,
     )
 
 
@@ -174,8 +188,8 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
       qk = layers.norm_heads(qk, layer.q_norm, layer.k_norm, config.norm_eps, config.norm_offset)
     qk = layers.rope(qk, *(angles if window is None else local_angles))
     k_BTGH, v_BTGH = qk[:, :, :, R], qkv[:, :, :, R + 1]
-    h_BTD = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT,
-                             config.query_scale, config.attn_softcap, window)
+    h_BTD = layers.attention(qk[:, :, :, :R], kv.as_read(k_BGSH, k_BTGH), kv.as_read(v_BGSH, v_BTGH), k_BGSH, v_BGSH,
+                             positions_BT, config.query_scale, config.attn_softcap, window)
     h_BTD = matmul(h_BTD, layer.o)
     x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_attn_norm) if config.post_norms else h_BTD))
     h_BTD = norm(x_BTD, layer.mlp_norm)

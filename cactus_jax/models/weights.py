@@ -1,32 +1,41 @@
 """From the tensors of a file to `Params`: what every format shares.
 
-A format is a table of names plus a function that reads one tensor. The table says where the format keeps each
-of our weights, with '{}' for the number of the layer. Formats store a matrix as [out, in], and query, key and
+A format is a table of names plus a function that reads a part of one tensor. The table says where the format keeps
+each of our weights, with '{}' for the number of the layer. Formats store a matrix as [out, in], and query, key and
 value apart.
 """
 
+import functools
 import logging
+import math
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm.auto import tqdm
 
 from cactus_jax import sharding
-from cactus_jax.models import transformer
+from cactus_jax.models import int8, transformer
+
+CHUNK = 2**23  # numbers read at once
 
 
-def assemble(config, names, stored, read, *, source, dtype=None, mesh=None):
-  """The `Params` of `config`, one weight at a time, so that little more than the result is ever in memory.
+def assemble(config, names, stored, read, *, source, dtype=None, mesh=None, quantize=None):
+  """The `Params` of `config`, weight by weight: each device is given its part, read in pieces.
+
+  So a process never holds more than one part of one weight beside those that are on its devices. After a second a
+  progress bar appears on a terminal.
 
   Args:
     config: the sizes that the weights must have.
     names: our name of a weight -> its name in the format, for embed, final_norm, head and those of a layer.
     stored: {name: shape} of all tensors in the file, without those that are known to be no weights.
-    read: name -> float array as stored, matrices [out, in].
+    read: (name, a slice for each axis) -> that part as a float array, as stored, matrices [out, in].
     source: what to call the file in errors.
     dtype: of the result; None is float32 on a CPU and bfloat16 elsewhere.
     mesh: whose devices share the weights, or None.
+    quantize: None, or 'int8'; see `load_transformer`.
   Raises: ValueError naming the weights that are missing, unknown or of the wrong shape.
   """
   dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
@@ -40,15 +49,70 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None):
     _drop_tied_head(names, stored, read, source)
   _check(expected, stored, names, source)
 
-  def build(path, spec, needs):
-    array = _to_ours(_field(path), config, [read(name) for name in needs])
-    assert array.shape == spec.shape, (path, array.shape, spec.shape)
-    array = np.array(array, dtype, order='C')  # a copy: what is read may be a view of the file
-    if mesh is None:
-      return jax.device_put(array)
-    return sharding.from_host(array, sharding.sharding_of(mesh, spec.axes, spec.shape))
+  leaves = []
+  with tqdm(total=sum(math.prod(spec.shape) for _, spec in specs) * dtype.itemsize, unit='B', unit_scale=True,
+            desc=f'Loading {source}', delay=1, leave=False, disable=True if jax.process_index() else None) as bar:
+    for (path, spec), needs in zip(specs, pieces):
+      leaf = _place(spec, mesh, functools.partial(_part, _field(path), config, read, list(needs), dtype))
+      bar.update(leaf.nbytes)
+      leaves.append(quantized(leaf, spec, mesh) if quantize and spec.is_matrix and _field(path) != 'embed' else leaf)
+  params = jax.tree.unflatten(tree, leaves)
+  if quantize and config.tie_embeddings:
+    params = params.replace(head=quantized(params.embed, transformer.abstract(config).embed, mesh))
+  return params
 
-  return jax.tree.unflatten(tree, [build(*pair, needs) for pair, needs in zip(specs, pieces)])
+
+def quantized(array, spec, mesh) -> int8.Int8:
+  """The matrix of this spec as `Int8`."""
+  return _quantizer(spec.input_axis, None if mesh is None else sharding.tree_of(mesh, spec.as_int8()))(array)
+
+
+@functools.cache
+def _quantizer(axis, shardings):
+  return jax.jit(functools.partial(int8.quantize, axis=axis), out_shardings=shardings)
+
+
+def _place(spec, mesh, part):
+  """The array whose parts are part(index)."""
+  if mesh is None:
+    return jax.device_put(part(tuple(slice(0, size) for size in spec.shape)))
+  return sharding.from_parts(spec.shape, sharding.sharding_of(mesh, spec.axes, spec.shape), part)
+
+
+def _part(field, config, read, names, dtype, index):
+  """What is at `index`, a slice for each axis, of one of our weights."""
+  if field in _GROUPED:
+    return _grouped_part(config, read, names, dtype, index)
+  out = np.empty([s.stop - s.start for s in index], dtype)
+  view, stored = (out, index) if _kept(field) else (out.T, index[::-1])
+  rows = stored[0]
+  for start, stop in chunks(rows, stored[1:]):
+    view[start - rows.start : stop - rows.start] = read(names[0], (slice(start, stop), *stored[1:]))
+  return out
+
+
+def _grouped_part(config, read, names, dtype, index):
+  """The same of query, key and value: per key head its R query heads, its key, its value.
+
+  Copies of a key head share its query heads out.
+  """
+  H, copies = config.head_dim, config.kv_copies
+  R = config.num_heads // config.cache_heads
+  *into, columns = index
+  size = (R + 2) * H
+  first, last = columns.start // size, -(-columns.stop // size)
+  out = np.empty(((last - first) * size, *(s.stop - s.start for s in into)), dtype)
+  for g in range(first, last):
+    heads = [(names[0], g * R, R), (names[1], g // copies, 1), (names[2], g // copies, 1)]
+    parts = [read(name, (slice(head * H, (head + num) * H), *into)) for name, head, num in heads]
+    out[(g - first) * size : (g - first + 1) * size] = np.concatenate(parts)
+  return np.ascontiguousarray(out[columns.start - first * size : columns.stop - first * size].T)
+
+
+def chunks(rows, others=()):
+  """(start, stop) of the pieces in which these rows are read; `others` are the slices of the other axes."""
+  step = max(CHUNK // max(math.prod(s.stop - s.start for s in others), 1), 1)
+  return [(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
 
 
 def for_mesh(config, mesh):
@@ -89,18 +153,6 @@ def _pieces(config, names, path, spec):
   return {names[part].format(*(key.idx for key in path[1:-1])): shape for part, shape in shapes.items()}
 
 
-def _to_ours(field, config, arrays):
-  """One of our weights from its stored tensors."""
-  if field in _GROUPED:
-    # Per key head: its R query heads, its key, its value. Copies of a key head share its query heads out.
-    into = arrays[0].shape[1:]
-    repeat = lambda a: np.repeat(a.reshape(config.num_kv_heads, 1, config.head_dim, *into), config.kv_copies, axis=0)
-    q, k, v = arrays
-    grouped = [q.reshape(config.cache_heads, -1, config.head_dim, *into), repeat(k), repeat(v)]
-    return np.concatenate(grouped, axis=1).reshape(-1, *into).T
-  return arrays[0] if _kept(field) else arrays[0].T
-
-
 def _kept(field):
   """Whether a weight is stored as we keep it; others are transposed, which changes no vector."""
   return field in ('embed', 'head')
@@ -114,7 +166,9 @@ def _drop_tied_head(names, stored, read, source):
   """Forgets a stored head that repeats the embedding; raises if it does not."""
   head, embed = names['head'], names['embed']
   if stored.get(head) == stored.get(embed) is not None:
-    if not np.array_equal(read(head), read(embed)):
+    rows, columns = (slice(0, size) for size in stored[head])
+    pieces = [(slice(*piece), columns) for piece in chunks(rows, [columns])]
+    if not all(np.array_equal(read(head, piece), read(embed, piece)) for piece in pieces):
       raise ValueError(
           f'{source}: {head} differs from {embed}, but the config ties them; set tie_word_embeddings=false.')
     del stored[head]
