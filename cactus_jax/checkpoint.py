@@ -209,5 +209,5 @@ def _explained(folder):
     yield
   except Exception as error:  # no common base: of Orbax, of tensorstore, of a JSON parser
     text = (str(error).splitlines() or [''])[0]
-    raise ValueError(f'{folder}: {PARAMS} cannot be read ({type(error).__name__}: {text:.300}); if files are missing '
+    raise ValueError(f'{folder}: {PARAMS} cannot be read ({type(error).__name__}: {text:.160}); if files are missing '
                      f'or damaged, copy them again, or {AGAIN}.') from error

@@ -23,6 +23,12 @@ CONFIG = {
 }
 
 
+def config_with(changes):
+  """CONFIG with changes, as of another family, without the activation that they replace."""
+  config = CONFIG | dict(changes)
+  return {name: value for name, value in config.items() if name != 'hidden_act' or 'hidden_activation' not in config}
+
+
 def tensors(config=CONFIG, seed=0):
   """Weights under their Hugging Face names, [out, in], large enough for logits of several units."""
   rng = np.random.default_rng(seed)

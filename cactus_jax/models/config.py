@@ -92,10 +92,12 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict:
   """
   rotary = {'rope_type': 'default'} if config.rope_scaling is None else rope.to_dict(config.rope_scaling)
   rotary['rope_theta'] = config.rope_theta
+  if (length := 'original_max_position_embeddings') in rotary:
+    rotary[length] = int(rotary[length])  # transformers wants whole tokens
   gemma = config.family.startswith('gemma')
   given = {
       'model_type': config.family,
-      'architectures': [_ARCHITECTURES[config.family]],
+      'architectures': [_ARCHITECTURES.get(config.family)],
       'dtype': dtype,
       **{theirs: getattr(config, ours) for ours, theirs in _NEEDED.items()},
       'num_key_value_heads': config.num_kv_heads,
@@ -110,7 +112,7 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict:
   window = next((window for window in config.windows if window is not None), None)
   if gemma:
     given |= {
-        'query_pre_attn_scalar': round(config.query_scale**-2),
+        'query_pre_attn_scalar': config.query_scale and round(config.query_scale**-2),
         'final_logit_softcapping': config.logit_softcap,
         'sliding_window': window or config.max_length,
         'layer_types': ['full_attention' if w is None else 'sliding_attention' for w in config.windows],

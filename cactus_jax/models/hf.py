@@ -88,22 +88,22 @@ def save(folder, model: Transformer, tokenizer=None, max_shard=4 * 10**9):
   described = to_hf_config(config, model.params.embed.dtype.name)
   with weights.new_folder(folder) as partial:
     shards = _shards(model, max_shard)
-    index = {}
+    index, size = {}, 0
     for i, shard in enumerate(shards):
       file = 'model.safetensors' if len(shards) == 1 else f'model-{i + 1:05}-of-{len(shards):05}.safetensors'
       tensors = {}
       for path, spec, array in shard:
         array = sharding.fetch(weights.without_copies(model.config, spec, array))
-        tensors |= weights.to_stored(config, _names(config), path, array)
+        stored = weights.to_stored(config, _names(config), path, array)
+        tensors |= {name: np.ascontiguousarray(array) for name, array in stored.items()}
       index |= dict.fromkeys(tensors, file)
+      size += sum(array.nbytes for array in tensors.values())
       if jax.process_index() == 0:
-        tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
         safetensors.numpy.save_file(tensors, partial / file, metadata={'format': 'pt'})
     if jax.process_index() == 0:
       _write_json(partial / 'config.json', described)
       _write_json(partial / 'generation_config.json', {'eos_token_id': described['eos_token_id']})
       if len(shards) > 1:
-        size = sum(array.nbytes for shard in shards for _, _, array in shard)
         _write_json(partial / INDEX, {'metadata': {'total_size': size}, 'weight_map': index})
       if tokenizer is not None:
         tokenizer.save_pretrained(partial)
