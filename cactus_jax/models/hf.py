@@ -72,7 +72,8 @@ def load_tokenizer(source):
   try:
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
   except Exception as error:  # a damaged file raises whatever its parser does
-    raise ValueError(f'{folder}: no tokenizer could be read ({error}); it needs tokenizer.json and '
+    text = ' '.join(str(error).split())
+    raise ValueError(f'{folder}: no tokenizer could be read ({text}); it needs tokenizer.json and '
                      'tokenizer_config.json.') from error
 
 
