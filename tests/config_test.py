@@ -237,7 +237,9 @@ def test_writes_a_config():
       'architectures': ['LlamaForCausalLM'], 'dtype': 'bfloat16', 'head_dim': 16, 'bos_token_id': None,
       'eos_token_id': None, 'pad_token_id': None, 'rope_parameters': LLAMA3 | {'rope_theta': 5000.0}}
   del expected['rope_theta']
-  assert to_hf_config(scaled, 'bfloat16') == expected
+  written = to_hf_config(scaled, 'bfloat16')
+  assert written == expected
+  assert type(written['rope_parameters']['original_max_position_embeddings']) is int  # or transformers complains
 
 
 @pytest.mark.parametrize('config, changes, text', [
