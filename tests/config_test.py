@@ -1,12 +1,14 @@
 """What a config.json becomes, and everything that must not be skipped in silence."""
 
 import dataclasses
+import json
 import re
 
 import pytest
 
+from cactus_jax.models import config as config_lib
 from cactus_jax.models import rope
-from cactus_jax.models.config import FAMILIES, ModelConfig, from_hf_config
+from cactus_jax.models.config import FAMILIES, ModelConfig, to_hf_config
 from tests.checkpoints import CONFIG
 
 LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
@@ -31,6 +33,13 @@ GEMMA_SWITCHES = {
 
 def raises(text):
   return pytest.raises(ValueError, match=re.escape(text))
+
+
+def from_hf_config(config):
+  """What a config.json says: in every test here, the same as the config.json that is written from it."""
+  read = config_lib.from_hf_config(config)
+  assert config_lib.from_hf_config(json.loads(json.dumps(to_hf_config(read, 'float32')))) == read
+  return read
 
 
 def test_reads_sizes():
@@ -220,3 +229,30 @@ def test_reads_what_transformers_writes_of_each_family(family):
   kinds = getattr(written, 'layer_types', None)
   if family.startswith('gemma'):
     assert [window is None for window in config.windows] == [kind == 'full_attention' for kind in kinds]
+
+
+def test_writes_a_config():
+  scaled = dataclasses.replace(from_hf_config(CONFIG), rope_scaling=rope.Llama3(8.0, 1.0, 4.0, 32.0), eos_ids=())
+  expected = CONFIG | {
+      'architectures': ['LlamaForCausalLM'], 'dtype': 'bfloat16', 'head_dim': 16, 'bos_token_id': None,
+      'eos_token_id': None, 'pad_token_id': None, 'rope_parameters': LLAMA3 | {'rope_theta': 5000.0}}
+  del expected['rope_theta']
+  written = to_hf_config(scaled, 'bfloat16')
+  assert written == expected
+  assert type(written['rope_parameters']['original_max_position_embeddings']) is int  # or transformers complains
+
+
+@pytest.mark.parametrize('config, changes, text', [
+    (CONFIG, {'qkv_bias': True}, 'qkv_bias=True: the config.json of a llama cannot say it.'),
+    (CONFIG, {'windows': (None, 8, None), 'activation': 'gelu_tanh'},
+     "activation='gelu_tanh', windows=(None, 8, None): the config.json of a llama cannot say it."),
+    (CONFIG, {'kv_copies': 2}, 'kv_copies=2: the config.json of a llama cannot say it.'),
+    (CONFIG, {'rope_scaling': rope.Llama3(8.0, 1.0, 4.0, 32.5)}, 'original_max_position_embeddings=32.5): the config'),
+    (MISTRAL, {'windows': (8, 4, 8)}, 'windows=(8, 4, 8): the config.json of a mistral cannot say it.'),
+    (GEMMA2, {'query_scale': 0.3, 'embed_scale': None}, 'embed_scale=None, query_scale=0.3: the config.json of a'),
+    (GEMMA2, {'query_scale': None}, 'the config lacks query_pre_attn_scalar: a gemma2 needs them;'),
+    (CONFIG, {'family': 'mamba'}, "model_type='mamba': the supported families are llama,"),
+])
+def test_refuses_to_write_what_a_family_does_not_have(config, changes, text):
+  with raises(text):
+    to_hf_config(dataclasses.replace(from_hf_config(config), **changes), 'float32')

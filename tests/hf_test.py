@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from cactus_jax.models import hf, transformer
 from cactus_jax.models.transformer import Transformer
-from tests import checkpoints
+from tests import checkpoints, fakes
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 17))
 
@@ -402,3 +402,84 @@ def test_rounds_to_nearest(tmp_path):
   params, _ = hf.load(checkpoints.write_folder(tmp_path, weights=weights), dtype='bfloat16')
   expected = weights['model.embed_tokens.weight'].astype(ml_dtypes.bfloat16)
   np.testing.assert_array_equal(np.asarray(params.embed), expected)
+
+
+# Writing.
+
+
+def saved_again(folder, source, **options):
+  """What `save` makes of a checkpoint, and the model that was saved."""
+  model = Transformer(*hf.load(source, **options))
+  hf.save(folder, model)
+  return folder, model
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_transformers_reads_what_is_written(family, name, tmp_path):
+  transformers = pytest.importorskip('transformers')
+  folder, expected = family(name)
+  again, model = saved_again(tmp_path / 'again', folder)
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(again, attn_implementation='eager').eval()
+  assert theirs.generation_config.eos_token_id == [2]
+  np.testing.assert_allclose(their_logits(theirs), expected, atol=2e-4, rtol=0)
+  np.testing.assert_allclose(their_logits(theirs), logits_of_model(model), atol=2e-4, rtol=0)
+  assert hf.load(again)[1] == model.config
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_writes_weights_as_they_are(tmp_path, dtype):
+  weights = {name: array.astype(jnp.dtype(dtype)) for name, array in checkpoints.tensors().items()}
+  folder, _ = saved_again(tmp_path / 'again', checkpoints.write_folder(tmp_path / 'hf', weights=weights), dtype=dtype)
+  assert json.loads((folder / 'config.json').read_text())['dtype'] == dtype
+  with safetensors.safe_open(folder / 'model.safetensors', 'numpy') as file:
+    assert file.metadata() == {'format': 'pt'} and {*file.keys()} == {*weights}
+    for name, array in weights.items():
+      assert file.get_tensor(name).dtype == array.dtype
+      np.testing.assert_array_equal(file.get_tensor(name), array, name)
+
+
+def test_writes_shards(tmp_path):
+  """No shard over the limit but one with a single weight; the index lists every tensor."""
+  model = Transformer(*hf.load(checkpoints.write_folder(tmp_path / 'hf')))
+  hf.save(tmp_path / 'again', model, max_shard=30_000)
+  index = json.loads((tmp_path / 'again' / 'model.safetensors.index.json').read_text())
+  sizes, held = [], {}
+  for path in sorted((tmp_path / 'again').glob('model-*.safetensors')):
+    tensors = safetensors.numpy.load_file(path)
+    sizes.append(sum(array.nbytes for array in tensors.values()))
+    assert sizes[-1] <= 30_000 or {name.split('.')[-2] for name in tensors} == {'q_proj', 'k_proj', 'v_proj'}
+    assert all(index['weight_map'][name] == path.name for name in tensors)
+    held |= tensors
+  assert len(sizes) > 10 and max(sizes) > 30_000
+  assert held.keys() == index['weight_map'].keys() == checkpoints.tensors().keys()
+  assert index['metadata']['total_size'] == sum(sizes)
+  np.testing.assert_array_equal(logits_of(tmp_path / 'again'), logits_of_model(model))
+
+
+def test_writes_the_tokenizer_and_ends(tmp_path):
+  checkpoints.write_folder(tmp_path / 'hf')
+  model = Transformer(*hf.load(tmp_path / 'hf'))
+  model = model.replace(config=dataclasses.replace(model.config, eos_ids=(2, 5)))
+  hf.save(tmp_path / 'again', model, fakes.byte_tokenizer())
+  assert hf.load_tokenizer(tmp_path / 'again')('a b').input_ids == fakes.byte_tokenizer()('a b').input_ids
+  assert json.loads((tmp_path / 'again' / 'generation_config.json').read_text()) == {'eos_token_id': [2, 5]}
+  assert hf.load(tmp_path / 'again')[1].eos_ids == (2, 5)
+
+
+def test_does_not_write_over_anything_nor_by_halves(tmp_path, monkeypatch):
+  folder = checkpoints.write_folder(tmp_path / 'hf')
+  model = Transformer(*hf.load(folder))
+  before = {path: path.read_bytes() for path in folder.iterdir()}
+  with raises(f'{folder}: is there already; name a new folder, or remove it.'):
+    hf.save(folder, model)
+  assert {path: path.read_bytes() for path in folder.iterdir()} == before
+  with raises('qkv_bias=True: the config.json of a llama cannot say it.'):
+    hf.save(tmp_path / 'again', model.replace(config=dataclasses.replace(model.config, qkv_bias=True)))
+
+  def fail(*_, **__):
+    raise OSError('disk full')
+
+  monkeypatch.setattr(safetensors.numpy, 'save_file', fail)
+  with pytest.raises(OSError, match='disk full'):
+    hf.save(tmp_path / 'again', model)
+  assert list(tmp_path.iterdir()) == [folder]

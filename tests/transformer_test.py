@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cactus_jax.models import int8, layers, rope, transformer, weights
+from cactus_jax.models import int8, layers, rope, transformer
 from cactus_jax.models.config import ModelConfig
 from cactus_jax.models.int8 import Int8
 from cactus_jax.models.transformer import Transformer
+from tests import checkpoints
 
 CONFIG = ModelConfig(
     family='llama', vocab_size=50, embed_dim=32, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8,
@@ -34,19 +35,10 @@ def random_model(config):
   return Transformer(transformer.random_params(jax.random.key(0), config), config)
 
 
-def as_int8(model):
-  """The model with its matrices rounded to 8 bits."""
-  spec, specs = transformer.abstract(model.config), transformer.abstract(model.config, 'int8')
-  round_ = lambda spec, array, new: weights.quantized(array, spec, None) if isinstance(new, Int8) else array
-  params = jax.tree.map(round_, spec.replace(head=None), model.params.replace(head=None), specs.replace(head=None))
-  head = model.params.embed if model.params.head is None else model.params.head
-  return model.replace(params=params.replace(head=weights.quantized(head, spec.embed, None)))
-
-
 VARIANTS = {
     'llama': lambda: random_model(CONFIG),
     'switched': lambda: random_model(SWITCHED),
-    'int8': lambda: as_int8(random_model(SWITCHED)),
+    'int8': lambda: checkpoints.as_int8(random_model(SWITCHED)),
     'int8_cache': lambda: random_model(SWITCHED).replace(kv_dtype='int8'),
 }
 

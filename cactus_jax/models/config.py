@@ -85,6 +85,53 @@ def from_hf_config(config: dict) -> ModelConfig:
   return FAMILIES[family](config)
 
 
+def to_hf_config(config: ModelConfig, dtype: str) -> dict:
+  """The `config.json` of a model whose weights are in `dtype`: what `from_hf_config` reads as `config`.
+
+  Raises ValueError for sizes and switches that no model of its family has.
+  """
+  rotary = {'rope_type': 'default'} if config.rope_scaling is None else rope.to_dict(config.rope_scaling)
+  rotary['rope_theta'] = config.rope_theta
+  if (length := 'original_max_position_embeddings') in rotary:
+    rotary[length] = int(rotary[length])  # transformers wants whole tokens
+  gemma = config.family.startswith('gemma')
+  given = {
+      'model_type': config.family,
+      'architectures': [_ARCHITECTURES.get(config.family)],
+      'dtype': dtype,
+      **{theirs: getattr(config, ours) for ours, theirs in _NEEDED.items()},
+      'num_key_value_heads': config.num_kv_heads,
+      'head_dim': config.head_dim,
+      'tie_word_embeddings': config.tie_embeddings,
+      'hidden_activation' if gemma else 'hidden_act': 'gelu_pytorch_tanh' if gemma else 'silu',
+      'rope_parameters': rotary,
+      'bos_token_id': None,  # null, or transformers would take its own
+      'eos_token_id': list(config.eos_ids) or None,
+      'pad_token_id': None,
+  }
+  window = next((window for window in config.windows if window is not None), None)
+  if gemma:
+    given |= {
+        'query_pre_attn_scalar': config.query_scale and round(config.query_scale**-2),
+        'final_logit_softcapping': config.logit_softcap,
+        'sliding_window': window or config.max_length,
+        'layer_types': ['full_attention' if w is None else 'sliding_attention' for w in config.windows],
+    }
+  elif config.family == 'mistral':
+    given['sliding_window'] = window
+  if config.family == 'gemma2':
+    given['attn_logit_softcapping'] = config.attn_softcap
+  elif config.family == 'gemma3_text':
+    local = {'rope_type': 'default', 'rope_theta': config.local_rope_theta}
+    given['rope_parameters'] = {'full_attention': rotary, 'sliding_attention': local}
+  read = from_hf_config(given)
+  lost = [f'{field.name}={getattr(config, field.name)!r}' for field in dataclasses.fields(config)
+          if getattr(config, field.name) != getattr(read, field.name)]
+  if lost:
+    raise ValueError(f'{", ".join(lost)}: the config.json of a {config.family} cannot say it.')
+  return given
+
+
 def eos_ids_of(config: dict) -> tuple[int, ...]:
   """The `eos_token_id` of a config, which may be a number, a list or absent."""
   ids = config.get('eos_token_id')
@@ -202,6 +249,16 @@ FAMILIES = {
     'qwen3': _qwen3,
     'gemma2': _gemma2,
     'gemma3_text': _gemma3_text,
+}
+
+# What transformers calls the model of a family.
+_ARCHITECTURES = {
+    'llama': 'LlamaForCausalLM',
+    'mistral': 'MistralForCausalLM',
+    'qwen2': 'Qwen2ForCausalLM',
+    'qwen3': 'Qwen3ForCausalLM',
+    'gemma2': 'Gemma2ForCausalLM',
+    'gemma3_text': 'Gemma3ForCausalLM',
 }
 
 # Field of ModelConfig -> the attribute that every family needs.

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face checkpoint: a folder or a hub id, with config.json and safetensors files."""
+"""Reads and writes Hugging Face checkpoints: a folder or a hub id, with config.json and safetensors files."""
 
 import contextlib
 import dataclasses
@@ -6,11 +6,14 @@ import json
 import pathlib
 
 import huggingface_hub
-import safetensors
+import jax
+import numpy as np
+import safetensors.numpy
 
-from cactus_jax.models import weights
-from cactus_jax.models.config import ModelConfig, eos_ids_of, from_hf_config
-from cactus_jax.models.transformer import Params
+from cactus_jax import sharding
+from cactus_jax.models import transformer, weights
+from cactus_jax.models.config import ModelConfig, eos_ids_of, from_hf_config, to_hf_config
+from cactus_jax.models.transformer import Params, Transformer
 
 # Our weight -> theirs; '{}' is the layer.
 NAMES = {
@@ -39,6 +42,7 @@ POST_NORM_NAMES = NAMES | {
     'post_mlp_norm': 'model.layers.{}.post_feedforward_layernorm.weight',
 }
 BUFFERS = ('rotary_emb.inv_freq',)  # endings of tensors that old checkpoints hold and a model recomputes
+INDEX = 'model.safetensors.index.json'
 FLOATS = ('F64', 'F32', 'F16', 'BF16')
 
 TOKENIZER_FILES = ('*.json', '*.jinja', 'merges.txt', 'tokenizer.model')
@@ -56,9 +60,8 @@ def load(source, *, dtype=None, mesh=None, quantize=None) -> tuple[Params, Model
     files = _open_tensors(folder, stack)
     stored = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
     read = lambda name, index: files[name].get_slice(name)[index]
-    names = POST_NORM_NAMES if config.post_norms else NAMES
     params = weights.assemble(
-        config, names, stored, read, source=folder, dtype=dtype, mesh=mesh, quantize=quantize)
+        config, _names(config), stored, read, source=folder, dtype=dtype, mesh=mesh, quantize=quantize)
   return params, config
 
 
@@ -70,8 +73,65 @@ def load_tokenizer(source):
   try:
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
   except Exception as error:  # a damaged file raises whatever its parser does
-    raise ValueError(f'{folder}: no tokenizer could be read ({error}); it needs tokenizer.json and '
+    text = ' '.join(str(error).split())
+    raise ValueError(f'{folder}: no tokenizer could be read ({text}); it needs tokenizer.json and '
                      'tokenizer_config.json.') from error
+
+
+def save(folder, model: Transformer, tokenizer=None, max_shard=4 * 10**9):
+  """Writes a model, and its transformers tokenizer if given, as a new folder that transformers reads.
+
+  Weights keep their dtype. Of several processes all must call it, and the first writes. Nothing is at `folder` until
+  everything is written.
+  Args: max_shard, bytes of one safetensors file, as many as are in memory at once; a larger weight has a file alone.
+  Raises: ValueError if there is something at `folder`, or if a config.json cannot describe the model.
+  """
+  if model.quantize:
+    raise ValueError(f'{folder}: weights in 8 bits have no form that transformers reads; load the model without '
+                     'quantize, then save it.')
+  config = dataclasses.replace(model.config, kv_copies=1)
+  described = to_hf_config(config, model.params.embed.dtype.name)
+  with weights.new_folder(folder) as partial:
+    shards = _shards(model, max_shard)
+    index, size = {}, 0
+    for i, shard in enumerate(shards):
+      file = 'model.safetensors' if len(shards) == 1 else f'model-{i + 1:05}-of-{len(shards):05}.safetensors'
+      tensors = {}
+      for path, spec, array in shard:
+        array = sharding.fetch(weights.without_copies(model.config, spec, array))
+        stored = weights.to_stored(config, _names(config), path, array)
+        tensors |= {name: np.ascontiguousarray(array) for name, array in stored.items()}
+      index |= dict.fromkeys(tensors, file)
+      size += sum(array.nbytes for array in tensors.values())
+      if jax.process_index() == 0:
+        safetensors.numpy.save_file(tensors, partial / file, metadata={'format': 'pt'})
+    if jax.process_index() == 0:
+      _write_json(partial / 'config.json', described)
+      _write_json(partial / 'generation_config.json', {'eos_token_id': described['eos_token_id']})
+      if len(shards) > 1:
+        _write_json(partial / INDEX, {'metadata': {'total_size': size}, 'weight_map': index})
+      if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+
+
+def _shards(model, most):
+  """Lists of (path, spec, array), each of at most so many bytes."""
+  specs = jax.tree_util.tree_flatten_with_path(transformer.abstract(model.config))[0]
+  shards, size = [[]], 0
+  for (path, spec), array in zip(specs, jax.tree.leaves(model.params), strict=True):
+    if shards[-1] and size + array.nbytes > most:
+      shards, size = [*shards, []], 0
+    shards[-1].append((path, spec, array))
+    size += array.nbytes
+  return shards
+
+
+def _names(config):
+  return POST_NORM_NAMES if config.post_norms else NAMES
+
+
+def _write_json(path, contents):
+  path.write_text(json.dumps(contents, indent=2) + '\n', encoding='utf-8')
 
 
 def fetch(source, patterns):
@@ -129,7 +189,7 @@ def _open_tensors(folder, stack):
 
 
 def _weight_files(folder):
-  whole, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
+  whole, index = folder / 'model.safetensors', folder / INDEX
   if whole.exists():
     return [whole]
   if not index.exists():

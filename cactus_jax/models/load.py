@@ -4,13 +4,13 @@ import importlib.util
 import os
 import pathlib
 
-from cactus_jax import sharding
+from cactus_jax import checkpoint, sharding
 from cactus_jax.models import gguf, hf
 from cactus_jax.models.transformer import Transformer
 
 
 def load_transformer(source, *, mesh=None, dtype=None, quantize=None, kv_dtype=None) -> Transformer:
-  """The model of a hub id, a checkpoint folder or a .gguf file.
+  """The model of a hub id, a checkpoint folder, one of `save_transformer` or a .gguf file.
 
   Args:
     dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere.
@@ -59,4 +59,6 @@ def _format(source):
   is_path = isinstance(source, os.PathLike) or text.startswith(('.', '/', '~')) or text.count(os.sep) > 1
   if (is_path or text.endswith('.gguf')) and not os.path.exists(os.path.expanduser(text)):
     raise ValueError(f'{text}: no such file or folder; pass a hub id, a checkpoint folder or a .gguf file.')
-  return gguf if text.endswith('.gguf') else hf
+  if text.endswith('.gguf'):
+    return gguf
+  return checkpoint if checkpoint.is_checkpoint(text) else hf

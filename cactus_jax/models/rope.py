@@ -81,3 +81,14 @@ def frequencies(head_dim, theta, scaling: Scaling | None = None):
   """f32[H/2], radians a position, of the pairs of a head."""
   plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
   return np.float32(plain if scaling is None else scaling.stretch(plain, theta))
+
+
+def to_dict(scaling: Scaling) -> dict:
+  """As a config.json has it: its rope_type and its numbers."""
+  (kind,) = (name for name, cls in KINDS.items() if cls is type(scaling))
+  return {'rope_type': kind} | dataclasses.asdict(scaling)
+
+
+def from_dict(given: dict) -> Scaling:
+  """The inverse of `to_dict`; raises KeyError or TypeError for what is none."""
+  return KINDS[given['rope_type']](**{name: value for name, value in given.items() if name != 'rope_type'})

@@ -137,6 +137,11 @@ class Transformer:
     with jax.named_scope('forward'):
       return forward(self.params, self.config, tokens_BT, positions_BT, cache, self.mesh)
 
+  @property
+  def quantize(self):
+    """'int8' if its matrices are 8-bit integers, else None."""
+    return 'int8' if isinstance(self.params.head, Int8) else None
+
   def init_cache(self, batch, length):
     """An empty cache."""
     return kv.init(self.config, batch, length, jnp.dtype(self.kv_dtype or self.params.embed.dtype), self.mesh)

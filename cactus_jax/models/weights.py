@@ -5,14 +5,20 @@ each of our weights, with '{}' for the number of the layer. Formats store a matr
 value apart.
 """
 
+import contextlib
 import functools
 import logging
 import math
+import os
+import pathlib
+import secrets
+import shutil
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from tqdm.auto import tqdm
 
 from cactus_jax import sharding
@@ -38,9 +44,7 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None, quan
     quantize: None, or 'int8'; see `load_transformer`.
   Raises: ValueError naming the weights that are missing, unknown or of the wrong shape.
   """
-  dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise ValueError(f'dtype={dtype.name}: weights are kept as floats; use float32 or bfloat16.')
+  dtype = float_dtype(dtype)
   specs, tree = jax.tree_util.tree_flatten_with_path(transformer.abstract(config))
   pieces = [_pieces(config, names, path, spec) for path, spec in specs]
   expected = {name: shape for needs in pieces for name, shape in needs.items()}
@@ -55,11 +59,21 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None, quan
     for (path, spec), needs in zip(specs, pieces):
       leaf = _place(spec, mesh, functools.partial(_part, _field(path), config, read, list(needs), dtype))
       bar.update(leaf.nbytes)
-      leaves.append(quantized(leaf, spec, mesh) if quantize and spec.is_matrix and _field(path) != 'embed' else leaf)
+      leaves.append(quantized(leaf, spec, mesh) if quantize and is_product(path, spec) else leaf)
   params = jax.tree.unflatten(tree, leaves)
-  if quantize and config.tie_embeddings:
-    params = params.replace(head=quantized(params.embed, transformer.abstract(config).embed, mesh))
-  return params
+  return with_int8_head(params, config, mesh) if quantize else params
+
+
+def is_product(path, spec):
+  """Whether a weight is a matrix that multiplies activations: what 8 bits are for."""
+  return spec.is_matrix and _field(path) != 'embed'
+
+
+def with_int8_head(params, config, mesh):
+  """Params whose other matrices are `Int8`, with a head that is: a copy of the embedding, where that serves as head."""
+  if not config.tie_embeddings:
+    return params
+  return params.replace(head=quantized(params.embed, transformer.abstract(config).embed, mesh))
 
 
 def quantized(array, spec, mesh) -> int8.Int8:
@@ -133,6 +147,14 @@ def for_mesh(config, mesh):
   return config
 
 
+def float_dtype(dtype):
+  """The dtype of weights that were asked for in `dtype`, maybe None; raises for what is no float."""
+  dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise ValueError(f'dtype={dtype.name}: weights are kept as floats; use float32 or bfloat16.')
+  return dtype
+
+
 def default_dtype():
   """float32 on a CPU, which has no bfloat16 arithmetic worth using, and bfloat16 on accelerators."""
   return jnp.dtype(jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16)
@@ -151,6 +173,42 @@ def _pieces(config, names, path, spec):
   else:
     shapes = {field: spec.shape if _kept(field) else spec.shape[::-1]}
   return {names[part].format(*(key.idx for key in path[1:-1])): shape for part, shape in shapes.items()}
+
+
+def to_stored(config, names, path, array):
+  """{name in the format: array there} of one of our weights, without copies of key heads: as `_part` reads it."""
+  arrays = [array if _kept(_field(path)) else array.T]
+  if _field(path) in _GROUPED:
+    into = array.shape[:-1]
+    grouped = array.T.reshape(config.num_kv_heads, -1, config.head_dim, *into)
+    arrays = [part.reshape(-1, *into) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])]
+  return dict(zip(_pieces(config, names, path, array), arrays, strict=True))
+
+
+def without_copies(config, spec, array):
+  """A weight of `config` with each key head once, as `config` with kv_copies=1 has it."""
+  if config.kv_copies == 1 or spec.axes[-1] != 'heads':
+    return array
+  return _without_copies(array, config.num_kv_heads, config.kv_copies, config.head_dim)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _without_copies(array, heads, copies, head_dim):
+  *into, _ = array.shape
+  array = array.reshape(*into, heads, copies, -1, head_dim)
+  q = array[..., :-2, :].reshape(*into, heads, -1, head_dim)
+  return jnp.concatenate([q, array[..., 0, -2:, :]], axis=-2).reshape(*into, -1)
+
+
+def with_copies(config, spec, array):
+  """A weight with as many copies of key heads as `config` has, from one with each once."""
+  if config.kv_copies == 1 or spec.axes[-1] != 'heads':
+    return array
+  *into, _ = array.shape
+  array = array.reshape(*into, config.num_kv_heads, -1, config.head_dim)
+  q = array[..., :-2, :].reshape(*into, config.num_kv_heads, config.kv_copies, -1, config.head_dim)
+  kv = jnp.broadcast_to(array[..., None, -2:, :], (*q.shape[:-2], 2, config.head_dim))
+  return jnp.concatenate([q, kv], axis=-2).reshape(*into, -1)
 
 
 def _kept(field):
@@ -199,6 +257,34 @@ def import_transformers():
   finally:
     logging.disable(logging.NOTSET)
   return transformers
+
+
+@contextlib.contextmanager
+def new_folder(folder):
+  """A temporary folder beside `folder` that takes its place when all is written, and goes if that fails.
+
+  All processes must enter; the first makes and moves it. Raises ValueError if something is at `folder` already.
+  """
+  folder = pathlib.Path(folder).expanduser().absolute()
+  first = jax.process_index() == 0
+  taken, token = multihost_utils.broadcast_one_to_all(
+      np.array([os.path.lexists(folder), secrets.randbits(31)], np.int32))
+  if taken:
+    raise ValueError(f'{folder}: is there already; name a new folder, or remove it.')
+  partial = folder.with_name(f'.{folder.name}.partial-{token:08x}')
+  try:
+    if first:
+      partial.mkdir(parents=True)
+    multihost_utils.sync_global_devices(f'{partial} is there')
+    yield partial
+    multihost_utils.sync_global_devices(f'{partial} is written')
+    if first:
+      partial.rename(folder)
+    multihost_utils.sync_global_devices(f'{folder} is there')
+  except BaseException:
+    if first:
+      shutil.rmtree(partial, ignore_errors=True)
+    raise
 
 
 def listed(names, most=8):

@@ -58,6 +58,7 @@ flags.DEFINE_integer('start_timeout', 600, 'Seconds to wait for the other proces
 flags.DEFINE_integer('heartbeat_timeout', 100, 'Seconds of silence after which a process counts as lost: all end.', 1)
 
 FLAGS = flags.FLAGS
+SHARED = [flag.name for flag in FLAGS.get_flags_for_module(__name__)]
 MESH_FLAGS = ('mesh_data', 'mesh_fsdp', 'mesh_model', 'draft_devices', 'distributed', 'coordinator', 'num_processes',
               'process_id', 'start_timeout', 'heartbeat_timeout')
 # Flags in which the processes of a run may differ.
@@ -79,12 +80,14 @@ def refuse(names, reason):
       raise ValueError(f'--{name} means nothing here: {reason}.')
 
 
-def run(main, meshes=False):
+def run(main, meshes=False, arguments=()):
   """Runs main(): what the user has to mend is printed as one line, exit code 2; ctrl-C exits with 130.
 
   Of several processes all exit with 2 together. Where one is lost, the others exit with another code, or by SIGABRT.
 
-  Args: meshes, whether the program can use several devices and be several processes.
+  Args:
+    meshes: whether the program can use several devices and be several processes.
+    arguments: names of what the command line gives main() beside flags.
   """
 
   def give_up(error):
@@ -100,8 +103,10 @@ def run(main, meshes=False):
       give_up(error)
 
   def guarded(argv):
-    if len(argv) > 1:
-      give_up(f'unexpected argument {argv[1]!r}; options are written --name=value.')
+    if len(argv) - 1 > len(arguments):
+      give_up(f'unexpected argument {argv[1 + len(arguments)]!r}; options are written --name=value.')
+    if len(argv) - 1 < len(arguments):
+      give_up(f'{arguments[len(argv) - 1]} is missing; needed are {" ".join(arguments)}.')
     logging.set_verbosity(logging.WARNING)
     warnings.showwarning = _note_once()
     signal.signal(signal.SIGINT, _interrupt)
@@ -112,7 +117,7 @@ def run(main, meshes=False):
       if not meshes:
         refuse(MESH_FLAGS, 'this program runs on one device')
       _join_processes()
-      main()
+      main(*argv[1:])
     except ValueError as error:
       give_up(error)
     except KeyboardInterrupt:
