@@ -1,5 +1,7 @@
 """Reads a GGUF file, the format of llama.cpp: sizes, weights (maybe quantised) and tokenizer in one."""
 
+import dataclasses
+import math
 import pathlib
 
 import gguf
@@ -7,7 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from cactus_jax.models import weights
+from cactus_jax.models import rope, weights
 from cactus_jax.models.config import ModelConfig, default_head_dim
 from cactus_jax.models.transformer import Params
 
@@ -25,9 +27,17 @@ NAMES = {
     'down': 'blk.{}.ffn_down.weight',
     'final_norm': 'output_norm.weight',
     'head': 'output.weight',
+    'q_bias': 'blk.{}.attn_q.bias',
+    'k_bias': 'blk.{}.attn_k.bias',
+    'v_bias': 'blk.{}.attn_v.bias',
+    'q_norm': 'blk.{}.attn_q_norm.weight',
+    'k_norm': 'blk.{}.attn_k_norm.weight',
+    'post_attn_norm': 'blk.{}.post_attention_norm.weight',
+    'post_mlp_norm': 'blk.{}.post_ffw_norm.weight',
 }
+FACTORS = 'rope_freqs.weight'  # what each frequency is divided by; of architecture llama
 
-# Field of ModelConfig -> metadata after 'llama.'.
+# Field of ModelConfig -> metadata after the architecture's name.
 NEEDED = {
     'embed_dim': 'embedding_length',
     'num_layers': 'block_count',
@@ -36,18 +46,21 @@ NEEDED = {
     'max_length': 'context_length',
     'norm_eps': 'attention.layer_norm_rms_epsilon',
 }
-OPTIONAL = (
-    'attention.head_count_kv',
-    'attention.key_length',
-    'attention.value_length',
-    'rope.dimension_count',
-    'rope.freq_base',
-    'vocab_size',
-)
+PATTERN = 'attention.sliding_window_pattern'  # a period, or for each layer whether it has a window
+YARN_BOUNDS = {'yarn_beta_fast': ('beta_fast', 32.0), 'yarn_beta_slow': ('beta_slow', 1.0)}  # key -> field, default
 IRRELEVANT = ('GGUF.', 'general.', 'tokenizer.', 'quantize.')  # beginnings of keys that do not change a model
 
+# Architectures that keep a state from which the last tokens cannot be taken back, as a rejected draft asks for.
+RECURRENT = frozenset("""
+arwkv7 falcon-h1 granitehybrid jamba kimi-linear lfm2 lfm2moe mamba mamba2 nemotron_h nemotron_h_moe plamo2
+qwen35 qwen35moe qwen3next rwkv6 rwkv6qwen2 rwkv7
+""".split())
+
 # Control tokens that end an answer, whatever the metadata call the end; from llama.cpp's list.
-END_TOKENS = {'<|endoftext|>', '<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<|end_of_text|>', '</s>'}
+END_TOKENS = {
+    '<|endoftext|>', '<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<|end_of_text|>', '</s>', '<end_of_turn>',
+    '<｜end▁of▁sentence｜>',
+}
 
 # How a tokenizer cuts text before merging, under llama.cpp's name; \p{N} of its patterns is our Digits.
 _WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,14 +78,22 @@ def load(path, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
   path = pathlib.Path(path).expanduser()
   reader = _open(path)
   tensors = {tensor.name: tensor for tensor in reader.tensors}
-  stored = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
-  config = weights.for_mesh(_config(reader, stored, path), mesh)
+  try:
+    _check_types(reader.tensors)
+    config = weights.for_mesh(_config(reader.fields, tensors), mesh)
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
+  stored = {name: _shape(tensor) for name, tensor in tensors.items() if name != FACTORS}
+  permuted = ('attn_q.weight', 'attn_k.weight') if config.family == 'llama' else ()
 
-  def read(name):
-    array = _dequantize(tensors[name], path)
-    if name.endswith(('attn_q.weight', 'attn_k.weight')):
-      array = _unpermute(array, config.head_dim)
-    return array
+  def read(name, index):
+    if not name.endswith(permuted):
+      array = _dequantize(tensors[name], index)
+      return array - config.norm_offset if config.norm_offset and name.endswith('norm.weight') else array
+    rows, columns = index
+    first, end = rows.start // config.head_dim, -(-rows.stop // config.head_dim)  # the heads that have these rows
+    whole = _dequantize(tensors[name], (slice(first * config.head_dim, end * config.head_dim), columns))
+    return _unpermute(whole, config.head_dim)[rows.start - first * config.head_dim:][:rows.stop - rows.start]
 
   return weights.assemble(config, NAMES, stored, read, source=path, dtype=dtype, mesh=mesh), config
 
@@ -132,42 +153,159 @@ def _open(path):
     raise ValueError(f'{path}: damaged or no GGUF file ({error}); download it again.') from error
 
 
-def _config(reader, stored, path):
-  meta = {key: field for key, field in reader.fields.items() if not key.startswith(IRRELEVANT)}
-  family = _value(reader.fields.get('general.architecture'))
-  if family != 'llama':
-    raise ValueError(f'{path}: general.architecture={family!r}: the supported families are llama.')
-  meta = {key.removeprefix('llama.'): _value(field) for key, field in meta.items()}
-  strange = [
-      f'{key}={value!r}' for key, value in meta.items()
-      if key not in (*NEEDED.values(), *OPTIONAL) or isinstance(value, list)  # a list: one value per layer
-  ]
-  if 'rope_freqs.weight' in stored:
-    strange.append('rope_freqs.weight (rope scaling)')
-  if strange:
+def _check_types(tensors):
+  for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
+    try:
+      gguf.dequantize(np.atleast_2d(tensor.data)[:1], tensor.tensor_type)
+    except NotImplementedError as error:
+      raise ValueError(f'{tensor.name} is {tensor.tensor_type.name}, which cannot be read; use a file with another '
+                       'quantisation, such as Q8_0.') from error
+
+
+def _config(fields, tensors):
+  architecture = _value(fields.get('general.architecture'))
+  if architecture in RECURRENT:
     raise ValueError(
-        f'{path}: {weights.listed(strange)}: not implemented, and skipping it could give a wrong model; '
-        'use a file without it or implement it in models/gguf.py.')
-  missing = [f'llama.{key}' for key in NEEDED.values() if key not in meta]
-  if missing or NAMES['embed'] not in stored:
-    raise ValueError(f'{path}: lacks {weights.listed(missing or [NAMES["embed"]])}; download it again.')
-  sizes = {ours: meta[theirs] for ours, theirs in NEEDED.items()}
-  config = ModelConfig(
+        f'general.architecture={architecture!r} keeps a recurrent state, which cannot be rolled back to a position, as '
+        f'a rejected draft asks for; the supported architectures are {", ".join(ARCHITECTURES)}.')
+  if architecture not in ARCHITECTURES:
+    raise ValueError(
+        f'general.architecture={architecture!r}: the supported architectures are {", ".join(ARCHITECTURES)}.')
+  meta = {key.removeprefix(f'{architecture}.'): _value(field) for key, field in fields.items()
+          if not key.startswith(IRRELEVANT)}
+  _refuse({key: value for key, value in meta.items() if isinstance(value, list) and key != PATTERN})  # one per layer
+  missing = [f'{architecture}.{key}' for key in NEEDED.values() if key not in meta]
+  if missing or NAMES['embed'] not in tensors:
+    raise ValueError(f'lacks {weights.listed(missing or [NAMES["embed"]])}; download it again.')
+  plain = _plain(architecture, meta, tensors)
+  config = dataclasses.replace(ARCHITECTURES[architecture](plain, meta), eos_ids=_eos_ids(fields))
+  _refuse(meta)
+  return config
+
+
+def _refuse(meta):
+  if meta:
+    strange = [f'{key}={value!r}' for key, value in meta.items()]
+    raise ValueError(
+        f'{weights.listed(strange)}: not implemented, and skipping it could give a wrong model; use a file without it '
+        'or implement it in models/gguf.py.')
+
+
+def _plain(family, meta, tensors):
+  """The config without what sets its architecture apart; takes what it handles out of the metadata."""
+  sizes = {ours: meta.pop(theirs) for ours, theirs in NEEDED.items()}
+  head_dim = meta.pop('attention.key_length', None) or default_head_dim(sizes['embed_dim'], sizes['num_heads'])
+  for key in ('attention.value_length', 'rope.dimension_count'):
+    if (given := meta.pop(key, head_dim)) != head_dim:
+      raise ValueError(f'{key}={given}: only the head dimension, {head_dim}, is implemented; use another file.')
+  theta = meta.pop('rope.freq_base', 10000.0)
+  return ModelConfig(
       family=family,
-      vocab_size=meta.get('vocab_size', stored[NAMES['embed']][0]),
-      num_kv_heads=meta.get('attention.head_count_kv', sizes['num_heads']),
-      head_dim=meta.get('attention.key_length') or default_head_dim(sizes['embed_dim'], sizes['num_heads']),
-      rope_theta=meta.get('rope.freq_base', 10000.0),
-      tie_embeddings=NAMES['head'] not in stored,
-      eos_ids=_eos_ids(reader.fields),
+      vocab_size=meta.pop('vocab_size', _shape(tensors[NAMES['embed']])[0]),
+      num_kv_heads=meta.pop('attention.head_count_kv', sizes['num_heads']),
+      head_dim=head_dim,
+      rope_theta=theta,
+      rope_scaling=_scaling(meta, tensors.get(FACTORS), theta),
+      tie_embeddings=NAMES['head'] not in tensors,
       **sizes,
   )
-  for key in ('attention.value_length', 'rope.dimension_count'):
-    if meta.get(key, config.head_dim) != config.head_dim:
-      raise ValueError(
-          f'{path}: llama.{key}={meta[key]}: only the head dimension, {config.head_dim}, is implemented; use '
-          'another file.')
-  return config
+
+
+def _scaling(meta, factors, theta):
+  """What stretches rotary frequencies, from the metadata or from the tensor of factors, or None."""
+  prefix = 'rope.scaling.'
+  given = {key.removeprefix(prefix): meta.pop(key) for key in [*meta] if key.startswith(prefix)}
+  given.pop('finetuned', None)  # how the weights were made, not what to do with them
+  kind = given.pop('type', 'none')
+  if kind == 'none' and not given:
+    return None if factors is None else _llama3(gguf.dequantize(factors.data, factors.tensor_type), theta)
+  factor, original = given.get('factor', 0), 'original_context_length'
+  if factors is None and factor >= 1:
+    if kind == 'linear' and given.keys() == {'factor'}:
+      return rope.Linear(factor)
+    if kind == 'yarn' and {'factor', original} <= given.keys() <= {'factor', original, *YARN_BOUNDS}:
+      return rope.Yarn(
+          factor=factor,
+          original_max_position_embeddings=float(given[original]),
+          attention_factor=0.1 * math.log(factor) + 1,
+          **{field: given.get(key, default) for key, (field, default) in YARN_BOUNDS.items()},
+      )
+  also = '' if factors is None else f' beside {FACTORS}'
+  raise ValueError(
+      f'{prefix}type={kind!r} with {given}{also}: only linear with factor, and yarn with factor, {original} and maybe '
+      f'{" and ".join(YARN_BOUNDS)}, are implemented; use a file with other rotary embeddings.')
+
+
+def _llama3(factors, theta):
+  """The scaling that divides frequencies by `factors` [H/2].
+
+  They tell its bounds and its context up to a common scale: how much of a frequency is kept is linear in it, between
+  the bounds. The scale is that of low_freq_factor=1, as in every Llama 3.
+  """
+  frequencies = rope.frequencies(2 * factors.size, theta).astype(np.float64)
+  factor = float(factors.max())
+  kept = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.ones(factors.size)
+  mixed = (kept > 1e-3) & (kept < 1 - 1e-3)
+  if mixed.sum() > 1:
+    slope, offset = np.polyfit(frequencies[mixed], kept[mixed], 1)
+    if slope > 0 > offset:
+      between = -1 / offset  # the bounds
+      found = rope.Llama3(factor, 1.0, round(1 + float(between), 3), float(round(2 * math.pi * slope * between)))
+      if np.allclose(frequencies / found.stretch(frequencies, theta), factors, rtol=1e-4, atol=0):
+        return found
+  raise ValueError(
+      f'{FACTORS}: not the factors of a Llama 3 with low_freq_factor=1 (some kept, at least two mixed, the rest '
+      'divided); use a file with other rotary embeddings.')
+
+
+def _gemma2(plain, meta):
+  return dataclasses.replace(
+      _gemma(plain, meta, window=4096, period=2, layers_27b=46),
+      attn_softcap=meta.pop('attn_logit_softcapping', 50.0),
+      logit_softcap=meta.pop('final_logit_softcapping', 30.0),
+  )
+
+
+def _gemma3(plain, meta):
+  return dataclasses.replace(
+      _gemma(plain, meta, window=None, period=6, layers_27b=62),
+      family='gemma3_text',
+      qk_norm=True,
+      local_rope_theta=meta.pop('rope.freq_base_swa', 10000.0),
+      logit_softcap=meta.pop('final_logit_softcapping', None),
+  )
+
+
+def _gemma(plain, meta, *, window, period, layers_27b):
+  """What the Gemmas share; only the 27B sizes scale queries by another dimension than the head's, as llama.cpp knows.
+
+  Args:
+    window, period: unless the metadata give them; every `period`-th layer sees all.
+  """
+  window = meta.pop('attention.sliding_window', window)
+  pattern = meta.pop(PATTERN, period)
+  if not isinstance(pattern, list):
+    pattern = [pattern == 0 or (i + 1) % pattern > 0 for i in range(plain.num_layers)]
+  query_dim = plain.embed_dim // plain.num_heads if plain.num_layers == layers_27b else plain.head_dim
+  return dataclasses.replace(
+      plain,
+      norm_offset=1.0,
+      post_norms=True,
+      activation='gelu_tanh',
+      embed_scale=plain.embed_dim**0.5,
+      query_scale=query_dim**-0.5,
+      windows=tuple(window if local else None for local in pattern),
+  )
+
+
+# A function of the plain config and the metadata, which takes what it handles out of them.
+ARCHITECTURES = {
+    'llama': lambda plain, meta: plain,
+    'qwen2': lambda plain, meta: dataclasses.replace(plain, qkv_bias=True),
+    'qwen3': lambda plain, meta: dataclasses.replace(plain, qk_norm=True),
+    'gemma2': _gemma2,
+    'gemma3': _gemma3,
+}
 
 
 def _eos_ids(fields):
@@ -187,13 +325,16 @@ def _value(field):
   return field.contents() if field else None
 
 
-def _dequantize(tensor, path):
-  try:
-    return gguf.dequantize(tensor.data, tensor.tensor_type)
-  except NotImplementedError as error:
-    raise ValueError(
-        f'{path}: {tensor.name} is {tensor.tensor_type.name}, which cannot be read; use a file with another '
-        'quantisation, such as Q8_0.') from error
+def _shape(tensor):
+  return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _dequantize(tensor, index):
+  """Floats of the part of a tensor at `index`, a slice per axis; other rows of a matrix are not touched."""
+  data = tensor.data
+  if data.ndim > 1:
+    data, index = data[index[0]], (slice(None), *index[1:])
+  return gguf.dequantize(data, tensor.tensor_type)[index]
 
 
 def _unpermute(array, head_dim):

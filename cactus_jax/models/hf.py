@@ -55,7 +55,7 @@ def load(source, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
   with contextlib.ExitStack() as stack:
     files = _open_tensors(folder, stack)
     stored = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
-    read = lambda name: files[name].get_tensor(name)
+    read = lambda name, index: files[name].get_slice(name)[index]
     names = POST_NORM_NAMES if config.post_norms else NAMES
     params = weights.assemble(config, names, stored, read, source=folder, dtype=dtype, mesh=mesh)
   return params, config

@@ -23,7 +23,7 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None):
     config: the sizes that the weights must have.
     names: our name of a weight -> its name in the format, for embed, final_norm, head and those of a layer.
     stored: {name: shape} of all tensors in the file, without those that are known to be no weights.
-    read: name -> float array as stored, matrices [out, in].
+    read: (name, a slice per axis) -> that part as a float array, matrices [out, in].
     source: what to call the file in errors.
     dtype: of the result; None is float32 on a CPU and bfloat16 elsewhere.
     mesh: whose devices share the weights, or None.
@@ -41,7 +41,7 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None):
   _check(expected, stored, names, source)
 
   def build(path, spec, needs):
-    array = _to_ours(_field(path), config, [read(name) for name in needs])
+    array = _to_ours(_field(path), config, [read(name, _whole(shape)) for name, shape in needs.items()])
     assert array.shape == spec.shape, (path, array.shape, spec.shape)
     array = np.array(array, dtype, order='C')  # a copy: what is read may be a view of the file
     if mesh is None:
@@ -110,11 +110,16 @@ def _field(path):
   return path[-1].name
 
 
+def _whole(shape):
+  """The index of all of a tensor, as `read` takes it."""
+  return tuple(slice(0, n) for n in shape)
+
+
 def _drop_tied_head(names, stored, read, source):
   """Forgets a stored head that repeats the embedding; raises if it does not."""
   head, embed = names['head'], names['embed']
   if stored.get(head) == stored.get(embed) is not None:
-    if not np.array_equal(read(head), read(embed)):
+    if not np.array_equal(*(read(name, _whole(stored[name])) for name in (head, embed))):
       raise ValueError(
           f'{source}: {head} differs from {embed}, but the config ties them; set tie_word_embeddings=false.')
     del stored[head]
