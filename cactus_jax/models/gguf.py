@@ -7,7 +7,7 @@ import pathlib
 import gguf
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from cactus_jax.models import rope, weights
 from cactus_jax.models.config import ModelConfig, default_head_dim
@@ -56,18 +56,33 @@ arwkv7 falcon-h1 granitehybrid jamba kimi-linear lfm2 lfm2moe mamba mamba2 nemot
 qwen35 qwen35moe qwen3next rwkv6 rwkv6qwen2 rwkv7
 """.split())
 
-# Control tokens that end an answer, whatever the metadata call the end; from llama.cpp's list.
+# Tokens that end an answer, whatever the metadata call the end; from llama.cpp's list.
 END_TOKENS = {
     '<|endoftext|>', '<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<|end_of_text|>', '</s>', '<end_of_turn>',
     '<｜end▁of▁sentence｜>',
 }
 
-# How a tokenizer cuts text before merging, under llama.cpp's name; \p{N} of its patterns is our Digits.
+def _pieces(number):
+  """Cuts text into words, numbers as that pattern says, and the rest."""
+  pattern = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + number
+             + r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
+  return pre_tokenizers.Sequence([
+      pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+  ])
+
+
+# How a byte-level tokenizer cuts text before merging, under llama.cpp's name; \p{N} of its patterns is our Digits.
 _WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SPLITS = {
     'gpt-2': _WORDS,
     'smollm': pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _WORDS]),
+    'llama-bpe': _pieces(r'\p{N}{1,3}'),
+    'qwen2': _pieces(r'\p{N}'),
+    'deepseek-r1-qwen': _pieces(r'\p{N}'),
 }
+COMPOSED = ('qwen2', 'deepseek-r1-qwen')  # those that compose accents with their letters first
+BOS_UNLESS_TOLD = {'llama', 'llama-bpe'}  # models and splits that begin a text with a token if the file does not say
 
 
 def load(path, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
@@ -101,7 +116,7 @@ def load(path, *, dtype=None, mesh=None) -> tuple[Params, ModelConfig]:
 def load_tokenizer(path):
   """The tokenizer in a GGUF file, as transformers would save it for the original model.
 
-  transformers reads it too, but only if torch is installed, and without the split into digits, so that two
+  transformers reads some too, but only if torch is installed, and without the split into digits, so that two
   spaces before a number are other tokens than in training.
 
   Raises ValueError for a tokenizer that is not implemented.
@@ -110,26 +125,65 @@ def load_tokenizer(path):
 
   fields = _open(pathlib.Path(path).expanduser()).fields
   kind = {key: _token_value(fields, key) for key in ('model', 'pre', 'add_bos_token', 'add_eos_token')}
-  if kind['model'] != 'gpt2' or kind['pre'] not in SPLITS or kind['add_bos_token'] or kind['add_eos_token']:
+  roles = {'bos_token': 'bos', 'eos_token': 'eos', 'unk_token': 'unknown', 'pad_token': 'padding'}
+  ids = {role: _token_value(fields, f'{name}_token_id') for role, name in roles.items()}
+  known = kind['model'] == 'llama' or kind['model'] == 'gpt2' and kind['pre'] in SPLITS
+  if not known or kind['add_eos_token']:
     raise ValueError(
-        f'{path}: a tokenizer of {kind}: implemented are model gpt2 with pre {" or ".join(SPLITS)} and no '
-        'added tokens; load the tokenizer of the original model from the hub or a folder.')
-  tokens = _token_value(fields, 'tokens')
-  merges = [tuple(merge.split(' ')) for merge in _token_value(fields, 'merges')]
-  tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-  tokenizer.pre_tokenizer = SPLITS[kind['pre']]
-  tokenizer.decoder = decoders.ByteLevel()
-  types = _token_value(fields, 'token_type')
+        f'{path}: a tokenizer of {kind}: implemented are model llama, and model gpt2 with pre {" or ".join(SPLITS)}, '
+        'with no added end; load the tokenizer of the original model from the hub or a folder.')
+  starts = kind['add_bos_token']
+  if starts is None:
+    starts = bool(BOS_UNLESS_TOLD & {kind['model'], kind['pre']})
+  needed = ['tokens', 'token_type', 'scores' if kind['model'] == 'llama' else 'merges', *['bos_token_id'] * starts]
+  missing = [f'tokenizer.ggml.{key}' for key in needed if _token_value(fields, key) is None]
+  if missing:
+    raise ValueError(f'{path}: the tokenizer lacks {", ".join(missing)}; load that of the original model from the hub '
+                     'or a folder.')
+  tokens, types = _token_value(fields, 'tokens'), _token_value(fields, 'token_type')
+  tokenizer = _sentencepiece(fields, tokens, types) if kind['model'] == 'llama' else _byte_level(fields, tokens)
   for special, wanted in ((True, gguf.TokenType.CONTROL), (False, gguf.TokenType.USER_DEFINED)):
     added = [token for token, type_ in zip(tokens, types) if type_ == wanted]
     tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False, special=special) for token in added])
-  roles = {'bos_token': 'bos', 'eos_token': 'eos', 'unk_token': 'unknown', 'pad_token': 'padding'}
-  ids = {role: _token_value(fields, f'{name}_token_id') for role, name in roles.items()}
+  named = {role: tokens[i] for role, i in ids.items() if i is not None}
+  if starts:
+    bos = named['bos_token']
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[bos, '$A'], pair=[bos, '$A', f'{bos}:1', '$B:1'], special_tokens=[(bos, ids['bos_token'])])
   return transformers.PreTrainedTokenizerFast(
-      tokenizer_object=tokenizer,
-      chat_template=_value(fields.get('tokenizer.chat_template')),
-      **{role: tokens[i] for role, i in ids.items() if i is not None},
-  )
+      tokenizer_object=tokenizer, chat_template=_value(fields.get('tokenizer.chat_template')), **named)
+
+
+def _byte_level(fields, tokens):
+  """A tokenizer of bytes that are merged in the order of a list, as GPT-2's."""
+  split = _token_value(fields, 'pre')
+  merges = [tuple(merge.split(' ')) for merge in _token_value(fields, 'merges')]
+  tokenizer = tokenizers.Tokenizer(models.BPE(
+      {token: i for i, token in enumerate(tokens)}, merges, ignore_merges=split == 'llama-bpe'))
+  if split in COMPOSED:
+    tokenizer.normalizer = normalizers.NFC()
+  tokenizer.pre_tokenizer = SPLITS[split]
+  tokenizer.decoder = decoders.ByteLevel()
+  return tokenizer
+
+
+def _sentencepiece(fields, tokens, types):
+  """A tokenizer of characters, or their bytes, of which those are merged whose token scores best."""
+  texts = (gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED)
+  scored = [(score, token) for score, token, type_ in zip(_token_value(fields, 'scores'), tokens, types)
+            if type_ in texts]
+  parts = {token for _, token in scored}
+  merges = [(token[:i], token[i:]) for _, token in sorted(scored, key=lambda pair: pair[0], reverse=True)
+            for i in range(1, len(token)) if token[:i] in parts and token[i:] in parts]
+  unknown = _token_value(fields, 'unknown_token_id')
+  tokenizer = tokenizers.Tokenizer(models.BPE(
+      {token: i for i, token in enumerate(tokens)}, merges, fuse_unk=True, byte_fallback=True,
+      unk_token=None if unknown is None else tokens[unknown]))
+  spaces, back = [normalizers.Replace(' ', '▁')], [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
+  if _token_value(fields, 'add_space_prefix') in (None, True):
+    spaces, back = [normalizers.Prepend('▁'), *spaces], [*back, decoders.Strip(' ', 1, 0)]
+  tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(spaces), decoders.Sequence(back)
+  return tokenizer
 
 
 class _Reader(gguf.GGUFReader):
@@ -205,20 +259,20 @@ def _plain(family, meta, tensors):
       num_kv_heads=meta.pop('attention.head_count_kv', sizes['num_heads']),
       head_dim=head_dim,
       rope_theta=theta,
-      rope_scaling=_scaling(meta, tensors.get(FACTORS), theta),
+      rope_scaling=_scaling(meta, tensors.get(FACTORS), head_dim, theta),
       tie_embeddings=NAMES['head'] not in tensors,
       **sizes,
   )
 
 
-def _scaling(meta, factors, theta):
+def _scaling(meta, factors, head_dim, theta):
   """What stretches rotary frequencies, from the metadata or from the tensor of factors, or None."""
   prefix = 'rope.scaling.'
   given = {key.removeprefix(prefix): meta.pop(key) for key in [*meta] if key.startswith(prefix)}
   given.pop('finetuned', None)  # how the weights were made, not what to do with them
   kind = given.pop('type', 'none')
   if kind == 'none' and not given:
-    return None if factors is None else _llama3(gguf.dequantize(factors.data, factors.tensor_type), theta)
+    return None if factors is None else _llama3(_dequantize(factors, np.s_[:]), head_dim, theta)
   factor, original = given.get('factor', 0), 'original_context_length'
   if factors is None and factor >= 1:
     if kind == 'linear' and given.keys() == {'factor'}:
@@ -236,21 +290,21 @@ def _scaling(meta, factors, theta):
       f'{" and ".join(YARN_BOUNDS)}, are implemented; use a file with other rotary embeddings.')
 
 
-def _llama3(factors, theta):
+def _llama3(factors, head_dim, theta):
   """The scaling that divides frequencies by `factors` [H/2].
 
   They tell its bounds and its context up to a common scale: how much of a frequency is kept is linear in it, between
   the bounds. The scale is that of low_freq_factor=1, as in every Llama 3.
   """
-  frequencies = rope.frequencies(2 * factors.size, theta).astype(np.float64)
+  frequencies = rope.frequencies(head_dim, theta).astype(np.float64)
   factor = float(factors.max())
-  kept = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.ones(factors.size)
-  mixed = (kept > 1e-3) & (kept < 1 - 1e-3)
-  if mixed.sum() > 1:
-    slope, offset = np.polyfit(frequencies[mixed], kept[mixed], 1)
+  mixed = (factors > 1.001) & (factors < factor / 1.001)
+  if factors.shape == frequencies.shape and mixed.sum() > 1:
+    kept = (1 / factors[mixed] - 1 / factor) / (1 - 1 / factor)
+    slope, offset = np.polyfit(frequencies[mixed], kept, 1)
     if slope > 0 > offset:
-      between = -1 / offset  # the bounds
-      found = rope.Llama3(factor, 1.0, round(1 + float(between), 3), float(round(2 * math.pi * slope * between)))
+      width = float(-1 / offset)  # from 1, where nothing is kept, to high_freq_factor
+      found = rope.Llama3(factor, 1.0, round(1 + width, 3), float(round(2 * math.pi * slope * width)))
       if np.allclose(frequencies / found.stretch(frequencies, theta), factors, rtol=1e-4, atol=0):
         return found
   raise ValueError(
@@ -313,7 +367,7 @@ def _eos_ids(fields):
   ids = {_token_value(fields, f'{name}_token_id') for name in ('eos', 'eot', 'eom')}
   tokens, types = _token_value(fields, 'tokens') or (), _token_value(fields, 'token_type') or ()
   ids |= {i for i, (token, type_) in enumerate(zip(tokens, types))
-          if type_ == gguf.TokenType.CONTROL and token in END_TOKENS}
+          if type_ in (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED) and token in END_TOKENS}
   return tuple(sorted(ids - {None}))
 
 
