@@ -114,10 +114,11 @@ IDS = {'bos_token_id': 2, 'unk_token_id': 3}
 
 @pytest.fixture(scope='module')
 def scored():
-  """{token: type} in order, and scores: what merges made, the best first, then characters, but for rare ones."""
+  """{token: type} in order, and scores: what merges made, the best first, then characters, but only Latin ones."""
   tokenizer = tokenizers.Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-  tokenizer.train_from_iterator(TEXTS * 2, trainers.BpeTrainer(vocab_size=400, limit_alphabet=80, show_progress=False))
+  latin = [''.join(char for char in text if char < '\u0250') for text in TEXTS]
+  tokenizer.train_from_iterator(latin * 2, trainers.BpeTrainer(vocab_size=400, show_progress=False))
   vocabulary = json.loads(tokenizer.to_str())['model']['vocab']
   learnt = sorted(vocabulary, key=lambda token: (len(token) == 1, vocabulary[token]))
   types = HEAD | BYTES | dict.fromkeys(learnt, TYPES.NORMAL)
