@@ -35,7 +35,7 @@ NAMES = {
     'post_attn_norm': 'blk.{}.post_attention_norm.weight',
     'post_mlp_norm': 'blk.{}.post_ffw_norm.weight',
 }
-FACTORS = 'rope_freqs.weight'  # what each frequency is divided by; of architecture llama
+FACTORS = 'rope_freqs.weight'  # no weight, but what each rotary frequency is divided by
 
 # Field of ModelConfig -> metadata after the architecture's name.
 NEEDED = {
@@ -61,6 +61,7 @@ END_TOKENS = {
     '<|endoftext|>', '<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<|end_of_text|>', '</s>', '<end_of_turn>',
     '<｜end▁of▁sentence｜>',
 }
+
 
 def _pieces(number):
   """Cuts text into words, numbers as that pattern says, and the rest."""
@@ -181,6 +182,7 @@ def _sentencepiece(fields, tokens, types):
       unk_token=None if unknown is None else tokens[unknown]))
   spaces, back = [normalizers.Replace(' ', '▁')], [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
   if _token_value(fields, 'add_space_prefix') in (None, True):
+    # As in llama.cpp, also after a special token; newer tokenizers of transformers do so only where a text begins.
     spaces, back = [normalizers.Prepend('▁'), *spaces], [*back, decoders.Strip(' ', 1, 0)]
   tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(spaces), decoders.Sequence(back)
   return tokenizer
