@@ -35,25 +35,34 @@ def config_with(changes):
 def tensors(config=CONFIG, seed=0):
   """Weights under their Hugging Face names, [out, in], large enough for logits of several units."""
   rng = np.random.default_rng(seed)
+  family = config['model_type']
+  gemma = family.startswith('gemma')
   D, F, V = config['hidden_size'], config['intermediate_size'], config['vocab_size']
   N, G = config['num_attention_heads'], config['num_key_value_heads']
   H = config.get('head_dim') or D // N
   matrix = lambda out, into: (rng.standard_normal((out, into)) * 1.5 * into**-0.5).astype(np.float32)
-  norm = lambda: (1 + 0.2 * rng.standard_normal(D)).astype(np.float32)
+  norm = lambda size=D: ((0 if gemma else 1) + 0.2 * rng.standard_normal(size)).astype(np.float32)
+  bias = lambda size: (0.5 * rng.standard_normal(size)).astype(np.float32)
   result = {'model.embed_tokens.weight': matrix(V, D), 'model.norm.weight': norm()}
   for i in range(config['num_hidden_layers']):
     layer = {
-        'input_layernorm': norm(),
-        'self_attn.q_proj': matrix(N * H, D),
-        'self_attn.k_proj': matrix(G * H, D),
-        'self_attn.v_proj': matrix(G * H, D),
-        'self_attn.o_proj': matrix(D, N * H),
-        'post_attention_layernorm': norm(),
-        'mlp.gate_proj': matrix(F, D),
-        'mlp.up_proj': matrix(F, D),
-        'mlp.down_proj': matrix(D, F),
+        'input_layernorm.weight': norm(),
+        'self_attn.q_proj.weight': matrix(N * H, D),
+        'self_attn.k_proj.weight': matrix(G * H, D),
+        'self_attn.v_proj.weight': matrix(G * H, D),
+        'self_attn.o_proj.weight': matrix(D, N * H),
+        'post_attention_layernorm.weight': norm(),
+        'mlp.gate_proj.weight': matrix(F, D),
+        'mlp.up_proj.weight': matrix(F, D),
+        'mlp.down_proj.weight': matrix(D, F),
     }
-    result |= {f'model.layers.{i}.{name}.weight': array for name, array in layer.items()}
+    if family == 'qwen2':
+      layer |= {f'self_attn.{part}_proj.bias': bias(heads * H) for part, heads in (('q', N), ('k', G), ('v', G))}
+    if family in ('qwen3', 'gemma3_text'):
+      layer |= {f'self_attn.{part}_norm.weight': norm(H) for part in 'qk'}
+    if gemma:
+      layer |= {f'{place}_feedforward_layernorm.weight': norm() for place in ('pre', 'post')}
+    result |= {f'model.layers.{i}.{name}': array for name, array in layer.items()}
   if not config['tie_word_embeddings']:
     result['lm_head.weight'] = matrix(V, D)
   return result
@@ -75,7 +84,8 @@ def write_folder(folder, config=CONFIG, weights=None, shards=1):
   return folder
 
 
-# By the table of llama.cpp's converter, written down here a second time.
+# By the tables of llama.cpp's converter, written down here a second time.
+GGUF_ARCHITECTURES = {'mistral': 'llama', 'gemma3_text': 'gemma3'}  # others have the name of the family
 GGUF_NAMES = {
     'model.embed_tokens': 'token_embd',
     'model.norm': 'output_norm',
@@ -84,52 +94,98 @@ GGUF_NAMES = {
     'self_attn.q_proj': 'attn_q',
     'self_attn.k_proj': 'attn_k',
     'self_attn.v_proj': 'attn_v',
+    'self_attn.q_norm': 'attn_q_norm',
+    'self_attn.k_norm': 'attn_k_norm',
     'self_attn.o_proj': 'attn_output',
     'post_attention_layernorm': 'ffn_norm',
     'mlp.gate_proj': 'ffn_gate',
     'mlp.up_proj': 'ffn_up',
     'mlp.down_proj': 'ffn_down',
 }
+GEMMA_GGUF_NAMES = GGUF_NAMES | {
+    'post_attention_layernorm': 'post_attention_norm',
+    'pre_feedforward_layernorm': 'ffn_norm',
+    'post_feedforward_layernorm': 'post_ffw_norm',
+}
 
 
 def write_gguf(path, config=CONFIG, weights=None, quantise=gguf.GGMLQuantizationType.F32, extra=(), drop=()):
-  """A GGUF file of weights under Hugging Face names, permuted as llama.cpp's converter does.
+  """A GGUF file of weights under Hugging Face names, as llama.cpp's converter makes it of a checkpoint.
 
   Args:
-    quantise: the type of the matrices.
+    quantise: the type of the matrices; one of bytes holds rows of that type already.
     extra: (method of GGUFWriter, arguments) of further metadata.
     drop: tensors, by GGUF name, to leave out.
   """
-  writer = gguf.GGUFWriter(path, config.get('architecture', 'llama'))
-  writer.add_block_count(config['num_hidden_layers'])
-  writer.add_context_length(config['max_position_embeddings'])
-  writer.add_embedding_length(config['hidden_size'])
-  writer.add_feed_forward_length(config['intermediate_size'])
-  writer.add_head_count(config['num_attention_heads'])
-  writer.add_head_count_kv(config['num_key_value_heads'])
-  writer.add_layer_norm_rms_eps(config['rms_norm_eps'])
-  writer.add_rope_freq_base(config['rope_theta'])
-  writer.add_vocab_size(config['vocab_size'])
-  writer.add_eos_token_id(config['eos_token_id'])
-  for method, *arguments in extra:
+  family = config['model_type']
+  gemma, llama = family.startswith('gemma'), family in ('llama', 'mistral')
+  writer = gguf.GGUFWriter(path, config.get('architecture') or GGUF_ARCHITECTURES.get(family, family))
+  for method, *arguments in (*gguf_metadata(config), *extra):
     getattr(writer, method)(*arguments)
-  for name, array in (tensors(config) if weights is None else weights).items():
-    stem = name.removesuffix('.weight')
+  names = GEMMA_GGUF_NAMES if gemma else GGUF_NAMES
+  stored = dict(tensors(config) if weights is None else weights)
+  if (rope := config.get('rope_parameters') or {}).get('rope_type') == 'llama3':
+    stored['rope_freqs.weight'] = llama3_factors(config, **rope)
+  for name, array in stored.items():
+    stem, kind = name.rsplit('.', 1)
+    block = ''
     if stem.startswith('model.layers.'):
-      i, part = stem.removeprefix('model.layers.').split('.', 1)
-      theirs = f'blk.{i}.{GGUF_NAMES.get(part, part)}.weight'
-      heads = {'self_attn.q_proj': 'num_attention_heads', 'self_attn.k_proj': 'num_key_value_heads'}.get(part)
-      array = permute(array, config[heads]) if heads else array
-    else:
-      theirs = f'{GGUF_NAMES.get(stem, stem)}.weight'
+      i, stem = stem.removeprefix('model.layers.').split('.', 1)
+      block = f'blk.{i}.'
+    theirs = f'{block}{names.get(stem, stem)}.{kind}'
+    heads = {'self_attn.q_proj': 'num_attention_heads', 'self_attn.k_proj': 'num_key_value_heads'}.get(stem)
+    array = permute(array, config[heads]) if llama and heads else array
+    array = array + 1 if gemma and name.endswith('norm.weight') else array
     if theirs not in drop:
       kind = quantise if array.ndim == 2 else gguf.GGMLQuantizationType.F32
-      writer.add_tensor(theirs, gguf.quantize(array, kind), raw_dtype=kind)
+      writer.add_tensor(theirs, array if array.dtype == np.uint8 else gguf.quantize(array, kind), raw_dtype=kind)
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
   return path
+
+
+def gguf_metadata(config):
+  """(method of GGUFWriter, value) of what a config says."""
+  rope = config.get('rope_parameters') or {}
+  full = rope.get('full_attention', rope)
+  kind = full.get('rope_type') if full.get('rope_type') in ('linear', 'yarn') else None
+  family, layer_types = config['model_type'], config.get('layer_types')
+  values = {
+      'block_count': config['num_hidden_layers'],
+      'context_length': config['max_position_embeddings'],
+      'embedding_length': config['hidden_size'],
+      'feed_forward_length': config['intermediate_size'],
+      'head_count': config['num_attention_heads'],
+      'head_count_kv': config['num_key_value_heads'],
+      'key_length': config.get('head_dim'),
+      'value_length': config.get('head_dim'),
+      'layer_norm_rms_eps': config['rms_norm_eps'],
+      'vocab_size': config['vocab_size'] if family in ('llama', 'mistral') else None,
+      'eos_token_id': config['eos_token_id'],
+      'rope_freq_base': full.get('rope_theta', config['rope_theta']),
+      'rope_freq_base_swa': rope.get('sliding_attention', {}).get('rope_theta'),
+      'rope_scaling_type': kind and gguf.RopeScalingType(kind),
+      'rope_scaling_factor': kind and full['factor'],
+      'rope_scaling_orig_ctx_len': kind and full.get('original_max_position_embeddings'),
+      'sliding_window': config.get('sliding_window') if family.startswith('gemma') else None,
+      'sliding_window_pattern': layer_types and [kind == 'sliding_attention' for kind in layer_types],
+      'attn_logit_softcapping': config.get('attn_logit_softcapping'),
+      'final_logit_softcapping': config.get('final_logit_softcapping'),
+  }
+  return [(f'add_{name}', value) for name, value in values.items() if value is not None]
+
+
+def llama3_factors(config, *, rope_theta, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings,
+                   rope_type):
+  """f32[H/2], what each frequency is divided by, in terms of wavelengths as the converter has it."""
+  H = config.get('head_dim') or config['hidden_size'] // config['num_attention_heads']
+  wavelengths = 2 * np.pi * rope_theta ** (np.arange(0, H, 2) / H)
+  longest, shortest = (original_max_position_embeddings / bound for bound in (low_freq_factor, high_freq_factor))
+  smooth = (original_max_position_embeddings / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+  mixed = 1 / ((1 - smooth) / factor + smooth)
+  return np.select([wavelengths < shortest, wavelengths > longest], [1, factor], mixed).astype(np.float32)
 
 
 def permute(array, num_heads):
