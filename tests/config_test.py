@@ -242,6 +242,7 @@ def test_refuses_a_state_that_cannot_be_rolled_back(family):
 
 
 def test_recurrent_models_have_the_names_that_transformers_gives():
+  assert RECURRENT > {'mamba', 'mamba2', 'jamba', 'recurrent_gemma', 'rwkv', 'lfm2', 'minimax', 'qwen3_next', 'xlstm'}
   transformers = pytest.importorskip('transformers', minversion='5.24.0')
   assert RECURRENT <= {*transformers.CONFIG_MAPPING} and not RECURRENT & {*FAMILIES}
 
