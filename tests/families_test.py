@@ -109,7 +109,9 @@ def write(model, draft, num_draft, temperature=0.0):
   """The finished state after PROMPTS."""
   config = decode.DecodeConfig(num_draft=num_draft, max_length=80, vocab_size=checkpoints.CONFIG['vocab_size'])
   sampling = SamplingParams(temperature=temperature)
-  return fakes.run(model, draft, prompts=PROMPTS, max_new=NEW, config=config, sampling=sampling)
+  state = fakes.run(model, draft, prompts=PROMPTS, max_new=NEW, config=config, sampling=sampling)
+  np.testing.assert_array_equal(state.finish, decode.Finish.LENGTH)
+  return state
 
 
 @pytest.fixture(scope='module')
