@@ -95,28 +95,27 @@ def tensors(config=CONFIG, seed=0):
   H = config.get('head_dim') or D // N
   matrix = lambda out, into: (rng.standard_normal((out, into)) * 1.5 * into**-0.5).astype(np.float32)
   norm = lambda size=D: ((0 if gemma else 1) + 0.2 * rng.standard_normal(size)).astype(np.float32)
+  bias = lambda size: (0.5 * rng.standard_normal(size)).astype(np.float32)
   result = {'model.embed_tokens.weight': matrix(V, D), 'model.norm.weight': norm()}
   for i in range(config['num_hidden_layers']):
     layer = {
-        'input_layernorm': norm(),
-        'self_attn.q_proj': matrix(N * H, D),
-        'self_attn.k_proj': matrix(G * H, D),
-        'self_attn.v_proj': matrix(G * H, D),
-        'self_attn.o_proj': matrix(D, N * H),
-        'post_attention_layernorm': norm(),
-        'mlp.gate_proj': matrix(F, D),
-        'mlp.up_proj': matrix(F, D),
-        'mlp.down_proj': matrix(D, F),
+        'input_layernorm.weight': norm(),
+        'self_attn.q_proj.weight': matrix(N * H, D),
+        'self_attn.k_proj.weight': matrix(G * H, D),
+        'self_attn.v_proj.weight': matrix(G * H, D),
+        'self_attn.o_proj.weight': matrix(D, N * H),
+        'post_attention_layernorm.weight': norm(),
+        'mlp.gate_proj.weight': matrix(F, D),
+        'mlp.up_proj.weight': matrix(F, D),
+        'mlp.down_proj.weight': matrix(D, F),
     }
-    if gemma:
-      layer |= {'pre_feedforward_layernorm': norm(), 'post_feedforward_layernorm': norm()}
-    if family in ('qwen3', 'gemma3_text'):
-      layer |= {'self_attn.q_norm': norm(H), 'self_attn.k_norm': norm(H)}
-    result |= {f'model.layers.{i}.{name}.weight': array for name, array in layer.items()}
     if family == 'qwen2':
-      sizes = {'q': N * H, 'k': G * H, 'v': G * H}
-      bias = lambda size: (0.5 * rng.standard_normal(size)).astype(np.float32)
-      result |= {f'model.layers.{i}.self_attn.{part}_proj.bias': bias(size) for part, size in sizes.items()}
+      layer |= {f'self_attn.{part}_proj.bias': bias(heads * H) for part, heads in (('q', N), ('k', G), ('v', G))}
+    if family in ('qwen3', 'gemma3_text'):
+      layer |= {f'self_attn.{part}_norm.weight': norm(H) for part in 'qk'}
+    if gemma:
+      layer |= {f'{place}_feedforward_layernorm.weight': norm() for place in ('pre', 'post')}
+    result |= {f'model.layers.{i}.{name}': array for name, array in layer.items()}
   if not config['tie_word_embeddings']:
     result['lm_head.weight'] = matrix(V, D)
   return result

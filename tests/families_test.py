@@ -87,7 +87,7 @@ GREEDY = {
     'qwen2': (FAMILIES['qwen2_mha_windows'] | SMALL, 1),
     'qwen3': (FAMILIES['qwen3'] | SMALL, 2),
     'gemma2': (FAMILIES['gemma2'] | SMALL, 3),
-    'gemma3': (FAMILIES['gemma3_old'] | SMALL | {'sliding_window_pattern': 2}, 1),
+    'gemma3': (FAMILIES['gemma3_old'] | SMALL | {'sliding_window_pattern': 2}, 3),
 }
 DRAFTS = {
     'none': lambda model, other: None,
