@@ -25,16 +25,72 @@ CONFIG = {
     'eos_token_id': 2,
 }
 
-
-def config_with(changes):
-  """CONFIG with changes, as of another family, without the activation that they replace."""
-  config = CONFIG | dict(changes)
-  return {name: value for name, value in config.items() if name != 'hidden_act' or 'hidden_activation' not in config}
+# Tiny configs of every family. Rotary frequencies: of the eight of a head Llama 3's keep three, mix two and divide
+# three; YaRN's keep two, mix four and divide two, with either base.
+LINEAR = {'rope_type': 'linear', 'rope_theta': 100.0, 'factor': 3.0}
+LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 100.0, 'factor': 4.0, 'low_freq_factor': 1.0, 'high_freq_factor': 3.0,
+          'original_max_position_embeddings': 32}
+YARN = {'rope_type': 'yarn', 'rope_theta': 10.0, 'factor': 4.0, 'beta_fast': 3.0,
+        'original_max_position_embeddings': 32}
+YARN_FULL = YARN | {'beta_slow': 0.9, 'truncate': False, 'mscale': 3.0, 'mscale_all_dim': 0.5}
+TIED, MHA, MQA = {'tie_word_embeddings': True}, {'num_key_value_heads': 4}, {'num_key_value_heads': 1}
+MISTRAL = CONFIG | {'model_type': 'mistral', 'sliding_window': 5}
+QWEN2 = CONFIG | {'model_type': 'qwen2'}
+QWEN3 = CONFIG | {'model_type': 'qwen3', 'head_dim': 24}
+QWEN_WINDOWS = {'use_sliding_window': True, 'sliding_window': 5, 'max_window_layers': 1}
+GEMMA = CONFIG | TIED | {
+    'head_dim': 24, 'hidden_act': 'gelu_pytorch_tanh', 'hidden_activation': 'gelu_pytorch_tanh',
+    'query_pre_attn_scalar': 40, 'sliding_window': 5}
+GEMMA2 = GEMMA | {'model_type': 'gemma2', 'attn_logit_softcapping': 1.5, 'final_logit_softcapping': 3.0}
+GEMMA3 = GEMMA | {
+    'model_type': 'gemma3_text', 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention'],
+    'rope_parameters': {'full_attention': {'rope_type': 'default', 'rope_theta': 5000.0},
+                        'sliding_attention': {'rope_type': 'default', 'rope_theta': 50.0}}}
+OLD_GEMMA3 = GEMMA | {  # as Gemma 3 of 4B parameters was published, in small
+    'model_type': 'gemma3_text', 'num_hidden_layers': 7, 'sliding_window_pattern': 3, 'rope_theta': 100.0,
+    'rope_local_base_freq': 10.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}}
+FAMILIES = {
+    'llama': CONFIG,
+    'llama_tied_mha': CONFIG | TIED | MHA,
+    'llama_wide_mqa': CONFIG | MQA | {'head_dim': 32},
+    'llama3': CONFIG | {'rope_parameters': LLAMA3},
+    'llama3_tied_mqa': CONFIG | TIED | MQA | {'rope_parameters': LLAMA3, 'head_dim': 32},
+    'llama_linear': CONFIG | {'rope_theta': 100.0, 'rope_scaling': {'type': 'linear', 'factor': 3.0}},
+    'llama_yarn': CONFIG | {'rope_parameters': YARN},
+    'llama_yarn_tied_mha': CONFIG | TIED | MHA | {'rope_parameters': YARN_FULL},
+    'mistral': MISTRAL,
+    'mistral_tied_mqa': MISTRAL | TIED | MQA | {'sliding_window': 1},
+    'mistral_no_window': MISTRAL | {'sliding_window': None, 'head_dim': 24},
+    'mistral_mha_linear': MISTRAL | MHA | {'rope_parameters': LINEAR},
+    'mistral_llama3': MISTRAL | {'rope_parameters': LLAMA3},
+    'mistral_yarn': MISTRAL | {'rope_parameters': YARN, 'sliding_window': 16},
+    'qwen2': QWEN2,
+    'qwen2_tied_mqa': QWEN2 | TIED | MQA,
+    'qwen2_mha_windows': QWEN2 | MHA | QWEN_WINDOWS,
+    'qwen2_wide_linear': QWEN2 | {'head_dim': 24, 'rope_parameters': LINEAR},
+    'qwen2_llama3': QWEN2 | {'rope_parameters': LLAMA3},
+    'qwen2_yarn': QWEN2 | {'rope_theta': 1000.0, 'rope_scaling': {
+        'type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 512}},
+    'qwen3': QWEN3,
+    'qwen3_tied_mqa': QWEN3 | TIED | MQA,
+    'qwen3_mha_windows': QWEN3 | MHA | QWEN_WINDOWS | {
+        'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']},
+    'qwen3_linear': QWEN3 | {'rope_parameters': LINEAR},
+    'qwen3_llama3': QWEN3 | {'rope_parameters': LLAMA3},
+    'qwen3_yarn': QWEN3 | {'rope_parameters': YARN},
+    'gemma2': GEMMA2,
+    'gemma2_untied_mqa': GEMMA2 | MQA | {'tie_word_embeddings': False, 'sliding_window': 16},
+    'gemma2_mha_no_caps': GEMMA2 | MHA | {'attn_logit_softcapping': None, 'final_logit_softcapping': None},
+    'gemma3': GEMMA3,
+    'gemma3_untied_mqa': GEMMA3 | MQA | {'tie_word_embeddings': False, 'final_logit_softcapping': 3.0},
+    'gemma3_mha_yarn': GEMMA3 | MHA | {'rope_parameters': GEMMA3['rope_parameters'] | {'full_attention': YARN}},
+    'gemma3_old': OLD_GEMMA3,
+}
 
 
 def tensors(config=CONFIG, seed=0):
   """Weights under their Hugging Face names, [out, in], large enough for logits of several units."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.RandomState(seed)  # whose numbers no version of numpy changes
   family = config['model_type']
   gemma = family.startswith('gemma')
   D, F, V = config['hidden_size'], config['intermediate_size'], config['vocab_size']
@@ -148,9 +204,10 @@ def write_gguf(path, config=CONFIG, weights=None, quantise=gguf.GGMLQuantization
 
 def gguf_metadata(config):
   """(method of GGUFWriter, value) of what a config says."""
-  rope = config.get('rope_parameters') or {}
+  rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
   full = rope.get('full_attention', rope)
-  kind = full.get('rope_type') if full.get('rope_type') in ('linear', 'yarn') else None
+  kind = full.get('rope_type', full.get('type'))
+  kind = kind if kind in ('linear', 'yarn') else None
   family, layer_types = config['model_type'], config.get('layer_types')
   values = {
       'block_count': config['num_hidden_layers'],
@@ -165,12 +222,14 @@ def gguf_metadata(config):
       'vocab_size': config['vocab_size'] if family in ('llama', 'mistral') else None,
       'eos_token_id': config['eos_token_id'],
       'rope_freq_base': full.get('rope_theta', config['rope_theta']),
-      'rope_freq_base_swa': rope.get('sliding_attention', {}).get('rope_theta'),
+      'rope_freq_base_swa': rope.get('sliding_attention', {}).get('rope_theta', config.get('rope_local_base_freq')),
       'rope_scaling_type': kind and gguf.RopeScalingType(kind),
       'rope_scaling_factor': kind and full['factor'],
       'rope_scaling_orig_ctx_len': kind and full.get('original_max_position_embeddings'),
+      'rope_scaling_yarn_beta_fast': kind and full.get('beta_fast'),
       'sliding_window': config.get('sliding_window') if family.startswith('gemma') else None,
-      'sliding_window_pattern': layer_types and [kind == 'sliding_attention' for kind in layer_types],
+      'sliding_window_pattern': ([kind == 'sliding_attention' for kind in layer_types] if layer_types else
+                                 config.get('sliding_window_pattern')),
       'attn_logit_softcapping': config.get('attn_logit_softcapping'),
       'final_logit_softcapping': config.get('final_logit_softcapping'),
   }

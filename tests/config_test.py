@@ -8,11 +8,12 @@ import pytest
 
 from cactus_jax.models import config as config_lib
 from cactus_jax.models import rope
-from cactus_jax.models.config import FAMILIES, ModelConfig, to_hf_config
+from cactus_jax.models.config import FAMILIES, RECURRENT, ModelConfig, to_hf_config
 from tests.checkpoints import CONFIG
 
 LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
           'original_max_position_embeddings': 32}
+YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32}
 MISTRAL = CONFIG | {'model_type': 'mistral', 'sliding_window': 8}
 QWEN2 = CONFIG | {
     'model_type': 'qwen2', 'use_sliding_window': False, 'sliding_window': 8, 'max_window_layers': 2, 'use_mrope': False}
@@ -61,7 +62,11 @@ def test_is_hashable_and_frozen():
     ({k: v for k, v in MISTRAL.items() if k != 'sliding_window'}, {'family': 'mistral', 'windows': (4096,) * 3}),
     (QWEN2, {'family': 'qwen2', 'qkv_bias': True}),
     (QWEN2 | {'layer_types': ['full_attention'] * 3}, {'family': 'qwen2', 'qkv_bias': True}),
+    (QWEN2 | {'use_sliding_window': True}, {'family': 'qwen2', 'qkv_bias': True, 'windows': (None, None, 8)}),
     (QWEN3, {'family': 'qwen3', 'qk_norm': True}),
+    (QWEN3 | {'use_sliding_window': True, 'sliding_window': 8, 'max_window_layers': 0,
+              'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']},
+     {'family': 'qwen3', 'qk_norm': True, 'windows': (8, None, 8)}),
     (QWEN3 | {'head_dim': 32}, {'family': 'qwen3', 'qk_norm': True, 'head_dim': 32}),
     (GEMMA2, GEMMA_SWITCHES | {
         'family': 'gemma2', 'attn_softcap': 20.0, 'logit_softcap': 10.0, 'windows': (8, None, 8)}),
@@ -83,11 +88,28 @@ def test_reads_families(config, ours):
 
 
 @pytest.mark.parametrize('config', [CONFIG, MISTRAL, QWEN2, QWEN3, GEMMA2])
-def test_reads_rope_scaling_of_old_and_new_configs(config):
+@pytest.mark.parametrize('scaling, expected', [
+    ({'rope_type': 'linear', 'factor': 2}, rope.Linear(2.0)),
+    (LLAMA3, rope.Llama3(8.0, 1.0, 4.0, 32.0)),
+    (YARN, rope.Yarn(4.0, 32.0)),
+])
+def test_reads_rope_scaling_of_old_and_new_configs(config, scaling, expected):
   plain = from_hf_config(config)
-  new = {'rope_theta': 1.0, 'rope_parameters': LLAMA3 | {'rope_theta': 5000.0}}
-  for given in ({'rope_scaling': LLAMA3}, {'rope_scaling': LLAMA3 | {'type': 'llama3'}}, new):
-    assert from_hf_config(config | given) == dataclasses.replace(plain, rope_scaling=rope.Llama3(8.0, 1.0, 4.0, 32.0))
+  older = {'type' if name == 'rope_type' else name: value for name, value in scaling.items()}
+  new = {'rope_theta': 1.0, 'rope_parameters': scaling | {'rope_theta': 5000.0}}
+  for given in ({'rope_scaling': scaling}, {'rope_scaling': older}, {'rope_scaling': scaling | older}, new):
+    assert from_hf_config(config | given) == dataclasses.replace(plain, rope_scaling=expected)
+
+
+@pytest.mark.parametrize('given, expected', [
+    ({'original_max_position_embeddings': None}, rope.Yarn(4.0, 128.0)),  # the trained context of the model
+    ({'attention_factor': 1.5, 'truncate': False, 'beta_fast': 16, 'beta_slow': 2},
+     rope.Yarn(4.0, 32.0, 16.0, 2.0, 1.5, False)),
+    ({'attention_factor': None, 'truncate': None, 'beta_fast': None, 'beta_slow': None}, rope.Yarn(4.0, 32.0)),
+    ({'mscale': 0.5, 'mscale_all_dim': 1}, rope.Yarn(4.0, 32.0, mscale=0.5, mscale_all_dim=1.0)),
+])
+def test_reads_what_yarn_may_leave_out(given, expected):
+  assert from_hf_config(CONFIG | {'rope_parameters': YARN | given}).rope_scaling == expected
 
 
 def test_reads_both_ropes_of_gemma3():
@@ -97,6 +119,8 @@ def test_reads_both_ropes_of_gemma3():
   assert from_hf_config(GEMMA3 | {'rope_parameters': ropes}) == dataclasses.replace(from_hf_config(GEMMA3), **changes)
   old = from_hf_config(GEMMA3 | {'rope_scaling': LLAMA3})
   assert (old.rope_scaling, old.local_rope_theta) == (rope.Llama3(8.0, 1.0, 4.0, 32.0), 100.0)
+  linear = from_hf_config(GEMMA3 | {'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}})
+  assert (linear.rope_scaling, linear.local_rope_theta) == (rope.Linear(8.0), 100.0)
 
 
 @pytest.mark.parametrize('config, text', [
@@ -108,16 +132,19 @@ def test_reads_both_ropes_of_gemma3():
     (MISTRAL | {'layer_types': ['full_attention'] * 3}, "layer_types=['full_attention', 'full_attention', "),
     (MISTRAL | {'attention_bias': True}, 'attention_bias=True (only False is)'),
     (QWEN2 | {'num_key_value_heads': None}, 'the config lacks num_key_value_heads: a qwen2 needs them;'),
-    (QWEN2 | {'use_sliding_window': True}, "use_sliding_window=True (only False is): not implemented for"),
+    (QWEN2 | {'use_sliding_window': True, 'sliding_window': None, 'max_window_layers': None},
+     'the config lacks sliding_window, max_window_layers: a qwen2 needs them;'),
+    (QWEN2 | {'use_sliding_window': True, 'max_window_layers': '2'}, "max_window_layers='2': must be the number of a"),
+    (QWEN2 | {'use_sliding_window': True, 'layer_types': ['linear_attention']}, 'layer_types with linear_attention:'),
     (QWEN2 | {'use_mrope': True}, 'use_mrope=True (only False is)'),
     (QWEN2 | {'hidden_act': 'relu'}, "hidden_act='relu' (only 'silu' is)"),
     (QWEN2 | {'layer_types': ['full_attention', 'sliding_attention']},
      "layer_types=['full_attention', 'sliding_attention'] (only ['full_attention', 'full_attention'] is)"),
-    (QWEN2 | {'rope_scaling': {'type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32}},
-     "rope_type='yarn' with {'factor': 4.0, 'original_max_position_embeddings': 32}: only"),
+    (QWEN2 | {'rope_scaling': {'type': 'mrope', 'mrope_section': [2, 3, 3]}},
+     "rope_type='mrope' with {'mrope_section': [2, 3, 3]}: only default, linear, llama3, yarn are implemented;"),
     (QWEN3 | {'head_dim': None}, 'the config lacks head_dim: a qwen3 needs them;'),
     (QWEN3 | {'attention_bias': True}, "attention_bias=True (only False is): not implemented for model_type='qwen3'"),
-    (QWEN3 | {'use_sliding_window': True}, 'use_sliding_window=True (only False is)'),
+    (QWEN3 | {'use_sliding_window': True}, 'the config lacks sliding_window, max_window_layers: a qwen3 needs them;'),
     (QWEN3 | {'use_mrope': False}, 'use_mrope=False: not implemented'),
     (GEMMA2 | {'head_dim': None, 'sliding_window': None, 'query_pre_attn_scalar': None},
      'the config lacks head_dim, query_pre_attn_scalar, sliding_window: a gemma2 needs them;'),
@@ -134,10 +161,11 @@ def test_reads_both_ropes_of_gemma3():
      'windows=(None, 8): one is needed for each of the 3 layers, or none.'),
     (GEMMA2 | {'sliding_window_pattern': 2}, 'sliding_window_pattern=2: not implemented'),
     (GEMMA3 | {'attn_logit_softcapping': 50.0}, 'attn_logit_softcapping=50.0: not implemented'),
-    (GEMMA3 | {'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}}, "rope_type='linear' with {'factor': 8.0}"),
+    (GEMMA3 | {'rope_scaling': {'rope_type': 'dynamic', 'factor': 8.0}}, "rope_type='dynamic' with {'factor': 8.0}"),
     (GEMMA3 | {'rope_parameters': {'rope_type': 'default', 'rope_theta': 7.0}},
      "'rope_theta': 7.0}: gemma3_text has one set for full_attention and one for sliding_attention;"),
     (GEMMA3 | {'rope_parameters': {'sliding_attention': LLAMA3}}, 'sliding_attention with Llama3(factor=8.0'),
+    (GEMMA3 | {'rope_parameters': {'sliding_attention': {'rope_type': 'ntk'}}}, "rope_type='ntk' with {}: only"),
 ])
 def test_families_refuse(config, text):
   with raises(text):
@@ -173,18 +201,34 @@ def test_accepts(given, ours):
     ({'sliding_window': 4096}, 'sliding_window=4096: not implemented'),
     ({'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4}: not implemented"),
     ({'logit_scale': 0.5, 'qk_norm': False}, 'logit_scale=0.5, qk_norm=False: not implemented'),
-    ({'rope_scaling': {'type': 'linear', 'factor': 2.0}},
-     "rope_type='linear' with {'factor': 2.0}: only \"default\" with nothing else and \"llama3\" with factor, "),
+    ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}},
+     "rope_type='dynamic' with {'factor': 2.0}: only default, linear, llama3, yarn are implemented; use a checkpoint"),
+    ({'rope_scaling': {'rope_type': 'longrope', 'short_factor': [1.0], 'long_factor': [2.0]}},
+     "rope_type='longrope' with {'short_factor': [1.0], 'long_factor': [2.0]}: only"),
+    ({'rope_scaling': {'rope_type': 'ntk', 'factor': 2.0}}, "rope_type='ntk' with {'factor': 2.0}: only"),
+    ({'rope_scaling': {'factor': 2.0}}, "factor=2.0: not implemented for rope_type='default', which has nothing else;"),
+    ({'rope_scaling': {'type': 'linear', 'factor': 2.0, 'finetuned': True, 'low': None}},
+     "finetuned=True: not implemented for rope_type='linear', which has factor; use a checkpoint with other rotary"),
     ({'rope_parameters': {'rope_type': 'llama3', 'rope_theta': 5e5, 'factor': 8.0}},
-     "rope_type='llama3' with {'factor': 8.0}: only"),
-    ({'rope_scaling': LLAMA3 | {'attention_factor': 1.0}}, "'attention_factor': 1.0}: only"),
+     "'factor': 8.0}: lacks low_freq_factor, high_freq_factor; complete config.json."),
+    ({'rope_scaling': {'rope_type': 'yarn', 'factor': None}}, ': lacks factor; complete config.json.'),
+    ({'rope_scaling': YARN | {'truncate': 'no'}}, "truncate='no': must be true or false; check the config."),
+    ({'rope_scaling': YARN | {'attention_factor': 0.0}}, 'attention_factor=0.0: must be a number above 0'),
+    ({'rope_scaling': YARN | {'beta_fast': 1, 'beta_slow': 2}}, 'beta_slow must not be above beta_fast; check the'),
+    ({'rope_scaling': LLAMA3, 'rope_parameters': LLAMA3 | {'factor': 4.0}}, "'factor': 8.0, 'low_freq_factor': 1.0"),
+    ({'rope_scaling': {'type': 'linear', 'factor': 8.0}, 'rope_parameters': {'rope_type': 'linear', 'factor': 4.0}},
+     "rope_scaling={'type': 'linear', 'factor': 8.0} contradicts rope_parameters={'rope_type': 'linear', 'factor': "),
+    ({'rope_scaling': LLAMA3 | {'attention_factor': 1.0}}, "attention_factor=1.0: not implemented for rope_type='lla"),
     ({'rope_scaling': LLAMA3 | {'factor': '8'}}, "factor='8': must be a number above 0; check the config."),
     ({'rope_scaling': LLAMA3 | {'low_freq_factor': 0}}, 'low_freq_factor=0: must be a number above 0'),
     ({'rope_scaling': LLAMA3 | {'high_freq_factor': 1.0}}, 'low_freq_factor must be below high_freq_factor'),
     ({'rope_parameters': {'rope_type': 'default', 'partial_rotary_factor': 0.5}},
-     "'partial_rotary_factor': 0.5"),
-    ({'model_type': 'mamba'},
-     "model_type='mamba': the supported families are llama, mistral, qwen2, qwen3, gemma2, gemma3_text; use a"),
+     "partial_rotary_factor=0.5: not implemented for rope_type='default'"),
+    ({'model_type': 'phi3'},
+     "model_type='phi3': the supported families are llama, mistral, qwen2, qwen3, gemma2, gemma3_text; use a"),
+    ({'model_type': 'gemma3', 'text_config': GEMMA3},
+     "model_type='gemma3' is a text model (model_type='gemma3_text') among other parts; use a checkpoint that holds "
+     'the text model alone; the supported families are llama,'),
     ({'model_type': None}, 'model_type=None: the supported families are llama,'),
     ({'eos_token_id': '</s>'}, "eos_token_id='</s>': must be a token id, a list of them or null."),
     ({'num_attention_heads': 5}, 'the config has 5 heads for an embedding of 64: name the head dimension'),
@@ -197,6 +241,25 @@ def test_accepts(given, ours):
 def test_refuses(given, text):
   with raises(text):
     from_hf_config(CONFIG | given)
+
+
+@pytest.mark.parametrize('family', sorted(RECURRENT))
+def test_refuses_a_state_that_cannot_be_rolled_back(family):
+  with raises(f'model_type={family!r} has a recurrent state, which cannot be rolled back to a position after a '
+              'drafted token is rejected, so speculative decoding needs another architecture; the supported families'):
+    from_hf_config(CONFIG | {'model_type': family, 'text_config': GEMMA3})
+
+
+def test_recurrent_models_have_the_names_that_transformers_gives():
+  assert RECURRENT > {'mamba', 'mamba2', 'jamba', 'recurrent_gemma', 'rwkv', 'lfm2', 'minimax', 'qwen3_next', 'xlstm'}
+  transformers = pytest.importorskip('transformers', minversion='5.24.0')
+  assert RECURRENT <= {*transformers.CONFIG_MAPPING} and not RECURRENT & {*FAMILIES}
+
+
+@pytest.mark.parametrize('config', [CONFIG, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3], ids=lambda c: c['model_type'])
+def test_every_family_names_what_it_does_not_know(config):
+  with raises(f'partial_rotary_factor=0.5, num_experts=8: not implemented for model_type={config["model_type"]!r},'):
+    from_hf_config(config | {'partial_rotary_factor': 0.5, 'num_experts': 8})
 
 
 def test_names_what_is_missing():
@@ -251,7 +314,7 @@ def test_writes_a_config():
     (MISTRAL, {'windows': (8, 4, 8)}, 'windows=(8, 4, 8): the config.json of a mistral cannot say it.'),
     (GEMMA2, {'query_scale': 0.3, 'embed_scale': None}, 'embed_scale=None, query_scale=0.3: the config.json of a'),
     (GEMMA2, {'query_scale': None}, 'the config lacks query_pre_attn_scalar: a gemma2 needs them;'),
-    (CONFIG, {'family': 'mamba'}, "model_type='mamba': the supported families are llama,"),
+    (CONFIG, {'family': 'phi3'}, "model_type='phi3': the supported families are llama,"),
 ])
 def test_refuses_to_write_what_a_family_does_not_have(config, changes, text):
   with raises(text):

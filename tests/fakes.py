@@ -104,6 +104,15 @@ def run(target, draft, *, rule=Exact(), sampling=SamplingParams(), max_rounds=No
   return on_host(decode.generate(target, draft, rule, sampling, state, start_args['config'], max_rounds))
 
 
+_call = jax.jit(lambda model, *arguments: model(*arguments)[0])
+
+
+def logits(model, tokens_BT):
+  """Of whole rows in one pass, f32[B, T, V] on the host."""
+  positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+  return np.asarray(_call(model, jnp.asarray(tokens_BT), positions_BT, model.init_cache(*tokens_BT.shape)))
+
+
 def on_host(state):
   """The state as numpy arrays, without its keys."""
   return jax.tree.map(np.asarray, state.replace(keys=None))

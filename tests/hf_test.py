@@ -14,21 +14,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from cactus_jax.models import hf, transformer
+from cactus_jax.models import hf, rope, transformer
 from cactus_jax.models.transformer import Transformer
 from tests import checkpoints, fakes
+from tests.checkpoints import FAMILIES
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 17))
 
 
 def logits_of(source, **options):
-  return logits_of_model(Transformer(*hf.load(source, **options)))
-
-
-def logits_of_model(model):
-  positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1])[None], TOKENS.shape)
-  call = jax.jit(lambda model, *arguments: model(*arguments)[0])
-  return np.asarray(call(model, jnp.asarray(TOKENS), positions, model.init_cache(*TOKENS.shape)))
+  return fakes.logits(Transformer(*hf.load(source, **options)), TOKENS)
 
 
 def raises(*texts):
@@ -91,35 +86,6 @@ def test_logits_of_bfloat16_file(theirs, tmp_path):
 
 # Parity of the other families.
 
-LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 100.0, 'factor': 4.0, 'low_freq_factor': 1.0, 'high_freq_factor': 3.0,
-          'original_max_position_embeddings': 32}  # of the eight frequencies three are kept, two mixed, three divided
-TIED, MQA = {'tie_word_embeddings': True}, {'num_key_value_heads': 1}
-QWEN3 = {'model_type': 'qwen3', 'head_dim': 24}
-GEMMA = {
-    'model_type': 'gemma2', 'head_dim': 24, 'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': 40,
-    'sliding_window': 5, 'tie_word_embeddings': True}
-GEMMA2 = GEMMA | {'attn_logit_softcapping': 1.5, 'final_logit_softcapping': 3.0}
-GEMMA3 = GEMMA | {
-    'model_type': 'gemma3_text', 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention'],
-    'rope_parameters': {'full_attention': {'rope_type': 'default', 'rope_theta': 5000.0},
-                        'sliding_attention': {'rope_type': 'default', 'rope_theta': 50.0}}}
-FAMILIES = {
-    'llama3': {'rope_parameters': LLAMA3},
-    'llama3_tied_mqa': {'rope_parameters': LLAMA3, 'head_dim': 32, **TIED, **MQA},
-    'mistral': {'model_type': 'mistral', 'sliding_window': 5},
-    'mistral_tied_mqa': {'model_type': 'mistral', 'sliding_window': 1, **TIED, **MQA},
-    'mistral_no_window': {'model_type': 'mistral', 'sliding_window': None, 'head_dim': 24},
-    'qwen2': {'model_type': 'qwen2'},
-    'qwen2_tied_mqa': {'model_type': 'qwen2', **TIED, **MQA},
-    'qwen3': QWEN3,
-    'qwen3_tied_mqa': QWEN3 | TIED | MQA,
-    'gemma2': GEMMA2,
-    'gemma2_untied_mqa': GEMMA2 | MQA | {'tie_word_embeddings': False, 'sliding_window': 16},
-    'gemma2_no_caps': GEMMA2 | {'attn_logit_softcapping': None, 'final_logit_softcapping': None},
-    'gemma3': GEMMA3,
-    'gemma3_untied_mqa': GEMMA3 | MQA | {'tie_word_embeddings': False, 'final_logit_softcapping': 3.0},
-}
-
 
 @pytest.fixture(scope='module')
 def family(tmp_path_factory):
@@ -127,11 +93,9 @@ def family(tmp_path_factory):
   return functools.cache(lambda name: random_family(tmp_path_factory.mktemp(name), FAMILIES[name]))
 
 
-def random_family(folder, changes):
+def random_family(folder, config):
   torch, transformers = pytest.importorskip('torch'), pytest.importorskip('transformers')
-  config = checkpoints.CONFIG | changes
-  config = transformers.AutoConfig.for_model(
-      **{name: value for name, value in config.items() if name != 'hidden_act' or 'hidden_activation' not in config})
+  config = transformers.AutoConfig.for_model(**copy.deepcopy(config))
   torch.manual_seed(0)
   model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
   with torch.no_grad():
@@ -154,7 +118,8 @@ def test_no_window_is_read_as_none(family):
   assert hf.load(folder)[1].windows == ()
 
 
-@pytest.mark.parametrize('name', ['llama3', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3'])
+@pytest.mark.parametrize('name', [
+    'llama3', 'llama_yarn', 'mistral', 'qwen2', 'qwen2_mha_windows', 'qwen3', 'gemma2', 'gemma3', 'gemma3_old'])
 def test_cached_families(family, name):
   """A prefix, then token by token in a larger cache: the logits of transformers, which had all at once."""
   folder, expected = family(name)
@@ -170,6 +135,16 @@ def test_cached_families(family, name):
 
 @pytest.mark.parametrize('name, switch', [
     ('llama3', {'rope_scaling': None}),
+    ('llama_linear', {'rope_scaling': None}),
+    ('llama_yarn', {'rope_scaling': rope.Yarn(4.0, 32.0, 3.0, attention_factor=1.0)}),
+    ('llama_yarn', {'rope_scaling': rope.Yarn(4.0, 32.0, 3.0, beta_slow=2.0)}),
+    ('llama_yarn', {'rope_scaling': rope.Yarn(4.0, 32.0)}),
+    ('llama_yarn_tied_mha', {'rope_scaling': rope.Yarn(4.0, 32.0, 3.0, 0.9, mscale=3.0, mscale_all_dim=0.5)}),
+    ('qwen2_yarn', {'rope_scaling': rope.Linear(4.0)}),
+    ('qwen2_mha_windows', {'windows': ()}),
+    ('gemma3_mha_yarn', {'rope_scaling': None}),
+    ('gemma3_old', {'rope_scaling': None}),
+    ('gemma3_old', {'local_rope_theta': None}),
     ('mistral', {'windows': ()}),
     ('mistral', {'windows': (6, 6, 6)}),
     ('qwen2', {'qkv_bias': False}),
@@ -190,14 +165,14 @@ def test_every_switch_matters(family, name, switch):
   folder, expected = family(name)
   params, config = hf.load(folder)
   assert all(getattr(config, field) != value for field, value in switch.items())
-  turned = logits_of_model(Transformer(params, dataclasses.replace(config, **switch)))
+  turned = fakes.logits(Transformer(params, dataclasses.replace(config, **switch)), TOKENS)
   assert np.abs(turned - expected).max() > 0.02
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 def test_embedding_scale_is_rounded_as_the_weights_are(tmp_path, dtype):
   """The root of 96 is 9.8125 in bfloat16, 0.15 % more than in float32."""
-  random_family(tmp_path, GEMMA2 | {'hidden_size': 96})
+  random_family(tmp_path, FAMILIES['gemma2'] | {'hidden_size': 96})
   params, config = hf.load(tmp_path, dtype=dtype)
   captured = []
   original = transformer.layers.rms_norm
@@ -422,7 +397,7 @@ def test_transformers_reads_what_is_written(family, name, tmp_path):
   theirs = transformers.AutoModelForCausalLM.from_pretrained(again, attn_implementation='eager').eval()
   assert theirs.generation_config.eos_token_id == [2]
   np.testing.assert_allclose(their_logits(theirs), expected, atol=2e-4, rtol=0)
-  np.testing.assert_allclose(their_logits(theirs), logits_of_model(model), atol=2e-4, rtol=0)
+  np.testing.assert_allclose(their_logits(theirs), fakes.logits(model, TOKENS), atol=2e-4, rtol=0)
   assert hf.load(again)[1] == model.config
 
 
@@ -453,7 +428,7 @@ def test_writes_shards(tmp_path):
   assert len(sizes) > 10 and max(sizes) > 30_000
   assert held.keys() == index['weight_map'].keys() == checkpoints.tensors().keys()
   assert index['metadata']['total_size'] == sum(sizes)
-  np.testing.assert_array_equal(logits_of(tmp_path / 'again'), logits_of_model(model))
+  np.testing.assert_array_equal(logits_of(tmp_path / 'again'), fakes.logits(model, TOKENS))
 
 
 def test_writes_the_tokenizer_and_ends(tmp_path):

@@ -78,11 +78,20 @@ def from_hf_config(config: dict) -> ModelConfig:
   Raises ValueError naming the family, the attributes or the values that the decoder does not implement.
   """
   family = config.get('model_type')
-  if family not in FAMILIES:
+  if family in FAMILIES:
+    return FAMILIES[family](config)
+  supported = f'the supported families are {", ".join(FAMILIES)}'
+  if family in RECURRENT:
     raise ValueError(
-        f'model_type={family!r}: the supported families are {", ".join(FAMILIES)}; use a checkpoint of one '
-        'of them or add a function to FAMILIES in models/config.py.')
-  return FAMILIES[family](config)
+        f'model_type={family!r} has a recurrent state, which cannot be rolled back to a position after a drafted token '
+        f'is rejected, so speculative decoding needs another architecture; {supported}.')
+  if text := config.get('text_config'):
+    raise ValueError(
+        f'model_type={family!r} is a text model (model_type={text.get("model_type")!r}) among other parts; use a '
+        f'checkpoint that holds the text model alone; {supported}.')
+  raise ValueError(
+      f'model_type={family!r}: {supported}; use a checkpoint of one of them or add a function to FAMILIES in '
+      'models/config.py.')
 
 
 def to_hf_config(config: ModelConfig, dtype: str) -> dict:
@@ -110,15 +119,18 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict:
       'pad_token_id': None,
   }
   window = next((window for window in config.windows if window is not None), None)
+  kinds = ['full_attention' if window is None else 'sliding_attention' for window in config.windows]
   if gemma:
     given |= {
         'query_pre_attn_scalar': config.query_scale and round(config.query_scale**-2),
         'final_logit_softcapping': config.logit_softcap,
         'sliding_window': window or config.max_length,
-        'layer_types': ['full_attention' if w is None else 'sliding_attention' for w in config.windows],
+        'layer_types': kinds,
     }
   elif config.family == 'mistral':
     given['sliding_window'] = window
+  elif config.windows and config.family.startswith('qwen'):
+    given |= {'use_sliding_window': True, 'sliding_window': window, 'max_window_layers': 0, 'layer_types': kinds}
   if config.family == 'gemma2':
     given['attn_logit_softcapping'] = config.attn_softcap
   elif config.family == 'gemma3_text':
@@ -163,24 +175,37 @@ def _mistral(config):
 
 def _qwen2(config):
   _check_qwen(config, ['num_key_value_heads'], use_mrope=False)
-  return dataclasses.replace(_plain(config), qkv_bias=True)
+  return dataclasses.replace(_qwen(config), qkv_bias=True)
 
 
 def _qwen3(config):
   _check_qwen(config, ['num_key_value_heads', 'head_dim'])
-  return dataclasses.replace(_plain(config), qk_norm=True)
+  return dataclasses.replace(_qwen(config), qk_norm=True)
 
 
 def _check_qwen(config, needs, **only):
+  windows = ['sliding_window', 'max_window_layers']  # which say nothing unless use_sliding_window is true
+  used = config.get('use_sliding_window')
   _check(
       config,
-      needs=needs,
-      handles=['sliding_window', 'max_window_layers'],  # which say nothing where use_sliding_window is false
+      needs=[*needs, *windows] if used else needs,
+      handles=['use_sliding_window', *windows, *(['layer_types'] if used else [])],
       hidden_act='silu',
-      use_sliding_window=False,
       layer_types=['full_attention'] * len(config.get('layer_types') or ()),
       **only,
   )
+
+
+def _qwen(config):
+  """What the families of Qwen share; with windows the layers from max_window_layers on have them."""
+  plain = _plain(config)
+  if not config.get('use_sliding_window'):
+    return plain
+  first = config['max_window_layers']
+  if type(first) is not int:
+    raise ValueError(f'max_window_layers={first!r}: must be the number of a layer; check the config.')
+  windows = _windows(config, [i >= first for i in range(plain.num_layers)])
+  return dataclasses.replace(plain, windows=windows)
 
 
 def _gemma2(config):
@@ -201,8 +226,9 @@ def _gemma3_text(config):
         f'rope_parameters={rope}: gemma3_text has one set for full_attention and one for sliding_attention; check '
         'the config.')
   full = config | {'rope_theta': config.get('rope_theta') or 1e6, 'rope_parameters': rope.get('full_attention')}
-  local = {'rope_theta': config.get('rope_local_base_freq') or 1e4, 'rope_parameters': rope.get('sliding_attention')}
-  local_theta, scaling = _rope(local)
+  local_theta, scaling = _rope(config | {
+      'rope_theta': config.get('rope_local_base_freq') or 1e4, 'rope_scaling': None,
+      'rope_parameters': rope.get('sliding_attention')})
   if scaling is not None:
     raise ValueError(f'sliding_attention with {scaling}: only plain rotary embeddings are implemented for it.')
   return dataclasses.replace(
@@ -227,10 +253,6 @@ def _check_gemma(config, *handles):
 def _gemma(config, pattern):
   """What the families of Gemma share; every `pattern`-th layer sees all, unless `layer_types` says otherwise."""
   plain = _plain(config, tied=True)
-  full, sliding = 'full_attention', 'sliding_attention'
-  kinds = config.get('layer_types') or [sliding if (i + 1) % pattern else full for i in range(plain.num_layers)]
-  if strange := sorted({*kinds} - {full, sliding}):
-    raise ValueError(f'layer_types with {", ".join(strange)}: only {full} and {sliding} are implemented.')
   return dataclasses.replace(
       plain,
       norm_offset=1.0,
@@ -238,8 +260,17 @@ def _gemma(config, pattern):
       activation='gelu_tanh',
       embed_scale=plain.embed_dim**0.5,
       query_scale=_positive(config, 'query_pre_attn_scalar') ** -0.5,
-      windows=tuple(config['sliding_window'] if kind == sliding else None for kind in kinds),
+      windows=_windows(config, [(i + 1) % pattern != 0 for i in range(plain.num_layers)]),
   )
+
+
+def _windows(config, slides):
+  """The window of each layer, or None; `layer_types` overrules `slides`, whether a layer has the window."""
+  full, sliding = 'full_attention', 'sliding_attention'
+  kinds = config.get('layer_types') or [sliding if slide else full for slide in slides]
+  if strange := sorted({*kinds} - {full, sliding}):
+    raise ValueError(f'layer_types with {", ".join(strange)}: only {full} and {sliding} are implemented.')
+  return tuple(config['sliding_window'] if kind == sliding else None for kind in kinds)
 
 
 FAMILIES = {
@@ -261,6 +292,15 @@ _ARCHITECTURES = {
     'gemma3_text': 'Gemma3ForCausalLM',
 }
 
+# Names in transformers of decoders that, in all or some layers, carry a state from token to token, and of models around
+# them.
+RECURRENT = frozenset("""
+bailing_hybrid bamba falcon_h1 falcon_mamba glm5_next glm5_next_text granitemoehybrid jamba kimi_linear lara_mini lfm2
+lfm2_moe lfm2_vl lfm3 lfm3_vl mamba mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax nemotron_h nemotron_h_omni
+olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv
+xlstm zamba zamba2 zaya
+""".split())
+
 # Field of ModelConfig -> the attribute that every family needs.
 _NEEDED = {
     'vocab_size': 'vocab_size',
@@ -275,8 +315,6 @@ _HANDLED = {
     *_NEEDED.values(), 'num_key_value_heads', 'head_dim', 'tie_word_embeddings', 'rope_theta', 'rope_scaling',
     'rope_parameters',
 }
-_LLAMA3 = tuple(field.name for field in dataclasses.fields(rope.Llama3))
-_ROPE_KINDS = {'default': (), 'llama3': _LLAMA3}
 
 
 def _check(config, needs=(), handles=(), **only):
@@ -321,18 +359,39 @@ def _plain(config, tied=False):
 
 
 def _rope(config):
-  """The base of rotary embeddings and their scaling or None; `rope_parameters` (transformers 5) overrules the rest."""
-  given = (config.get('rope_scaling') or {}) | (config.get('rope_parameters') or {})
+  """The base of rotary embeddings and their scaling or None; transformers 5 calls `rope_parameters` what was
+  `rope_scaling`, and keeps the base there.
+  """
+  old, new = config.get('rope_scaling') or {}, config.get('rope_parameters') or {}
+  if any(new.get(name, value) != value for name, value in old.items()):
+    raise ValueError(f'rope_scaling={old} contradicts rope_parameters={new}: keep the one that the weights belong to.')
+  given = {name: value for name, value in (old | new).items() if value is not None}
   theta = given.pop('rope_theta', config.get('rope_theta') or 10000.0)
   kind = given.pop('type', 'default')
   kind = given.pop('rope_type', kind)
-  if kind not in _ROPE_KINDS or given.keys() != {*_ROPE_KINDS[kind]}:
+  return float(theta), _scaling(kind, given, config)
+
+
+def _scaling(kind, given, config):
+  """The scaling of a kind in `rope.KINDS`, whose fields are the attributes it has, or None for `default`."""
+  if kind != 'default' and kind not in rope.KINDS:
     raise ValueError(
-        f'rope_type={kind!r} with {given}: only "default" with nothing else and "llama3" with '
-        f'{", ".join(_LLAMA3)} are implemented; use a checkpoint with other rotary embeddings.')
-  if kind == 'default':
-    return float(theta), None
-  return float(theta), rope.Llama3(*(float(_positive(given, name)) for name in _LLAMA3))
+        f'rope_type={kind!r} with {given}: only default, {", ".join(rope.KINDS)} are implemented; use a checkpoint '
+        'with other rotary embeddings.')
+  fields = dataclasses.fields(rope.KINDS[kind]) if kind != 'default' else ()
+  names = [field.name for field in fields]
+  if strange := [f'{name}={value!r}' for name, value in given.items() if name not in names]:
+    raise ValueError(
+        f'{", ".join(strange)}: not implemented for rope_type={kind!r}, which has {", ".join(names) or "nothing else"}'
+        '; use a checkpoint with other rotary embeddings.')
+  if 'original_max_position_embeddings' in names:
+    given = {'original_max_position_embeddings': config['max_position_embeddings']} | given
+  if missing := [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in given]:
+    raise ValueError(f'rope_type={kind!r} with {given}: lacks {", ".join(missing)}; complete config.json.')
+  if type(given.get('truncate', True)) is not bool:
+    raise ValueError(f'truncate={given["truncate"]!r}: must be true or false; check the config.')
+  values = {name: value if name == 'truncate' else float(_positive(given, name)) for name, value in given.items()}
+  return rope.KINDS[kind](**values) if fields else None
 
 
 def _positive(config, name, default=None):

@@ -53,10 +53,20 @@ class Yarn:
 
   factor: float
   original_max_position_embeddings: float  # tokens
-  beta_fast: float  # turns in the original context above which a frequency is kept
-  beta_slow: float  # turns below which it is divided
-  attention_factor: float
+  beta_fast: float = 32.0  # turns in the original context above which a frequency is kept
+  beta_slow: float = 1.0  # turns below which it is divided
+  attention_factor: float | None = None  # None: by the factor, as the paper suggests
   truncate: bool = True  # whether the bounds of mixing are whole numbers
+  mscale: float | None = None  # this and the next, if both are given, are in the attention_factor that None stands for
+  mscale_all_dim: float | None = None
+
+  def __post_init__(self):
+    if self.beta_slow > self.beta_fast:
+      raise ValueError(f'{self}: beta_slow must not be above beta_fast; check the config.')
+    if self.attention_factor is None:
+      sharper = lambda scale: 0.1 * scale * math.log(max(self.factor, 1.0)) + 1
+      scales = (self.mscale, self.mscale_all_dim) if self.mscale and self.mscale_all_dim else (1.0, 0.0)
+      object.__setattr__(self, 'attention_factor', sharper(scales[0]) / sharper(scales[1]))
 
   def stretch(self, frequencies, theta):
     """Frequencies [H/2] of the base `theta` for the longer context."""
@@ -69,7 +79,7 @@ class Yarn:
     if self.truncate:
       low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
-    divided = np.clip((np.arange(half) - low) / max(high - low, 1e-3), 0, 1)
+    divided = np.clip((np.arange(half) - low) / ((high - low) or 1e-3), 0, 1)
     return divided * frequencies / self.factor + (1 - divided) * frequencies
 
 
