@@ -13,7 +13,7 @@ def matmul(x_BTD, weight_DF, rows=None):
   """x @ weight, which may be `Int8`. rows: of B*T, how many a device has; None: all."""
   B, T, D = x_BTD.shape
   if isinstance(weight_DF, Int8):
-    return int8.product(x_BTD, weight_DF, 0).astype(x_BTD.dtype)
+    return _int8_product(x_BTD, weight_DF).astype(x_BTD.dtype)
   if (B * T if rows is None else rows) > 1:
     return x_BTD @ weight_DF
   on_cpu = _matvec_in_quarters if B * T == 1 and D % 4 == 0 else jnp.matmul
@@ -21,13 +21,19 @@ def matmul(x_BTD, weight_DF, rows=None):
 
 
 def logits(x_BTD, head_VD, rows=None):
-  """x @ head.T, f32[B, T, V]; the head may be `Int8`."""
+  """x @ head.T, f32[B, T, V]; where the head is `Int8`, it is [D, V]."""
   if isinstance(head_VD, Int8):
-    return int8.product(x_BTD, head_VD, 1)
+    return _int8_product(x_BTD, head_VD)
   product = lambda x_BTD, head_VD: jnp.einsum('BTD,VD->BTV', x_BTD, head_VD, preferred_element_type=jnp.float32)
   if (x_BTD.shape[0] * x_BTD.shape[1] if rows is None else rows) > 1:
     return product(x_BTD, head_VD)
   return jax.lax.platform_dependent(x_BTD, head_VD, tpu=_as_eight(product), default=product)
+
+
+def _int8_product(x_BTD, weight_DF):
+  B, T, D = x_BTD.shape
+  on_cpu = int8.product_of_few if B * T <= 2 and D % int8.LINES == 0 else int8.product
+  return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=on_cpu, default=int8.product)
 
 
 def _as_eight(product):

@@ -49,7 +49,7 @@ class Params:
   embed: jax.Array  # [V, D]
   layers: tuple[Layer, ...]
   final_norm: jax.Array  # [D]
-  head: jax.Array | Int8 | None  # [V, D]; None: the embedding serves as head
+  head: jax.Array | Int8 | None  # [V, D], or [D, V] where it is Int8; None: the embedding serves as head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,9 @@ class ParamSpec:
     return 1 if self.axes[0] == 'vocab' else 0
 
   def as_int8(self) -> Int8:
-    """The specs of the `Int8` that holds this matrix, with a scale for each output."""
-    outputs = 1 - self.input_axis
-    return Int8(values=self, scale=ParamSpec((self.shape[outputs],), (self.axes[outputs],)))
+    """The specs of the `Int8` that holds this matrix: [in, out], with a scale for each output."""
+    matrix = self if self.input_axis == 0 else ParamSpec(self.shape[::-1], self.axes[::-1])
+    return Int8(values=matrix, scale=ParamSpec(matrix.shape[1:], matrix.axes[1:]))
 
 
 def abstract(config: ModelConfig, quantize=None) -> Params:

@@ -77,13 +77,13 @@ def with_int8_head(params, config, mesh):
 
 
 def quantized(array, spec, mesh) -> int8.Int8:
-  """The matrix of this spec as `Int8`."""
+  """The matrix of this spec as `Int8`, [in, out]."""
   return _quantizer(spec.input_axis, None if mesh is None else sharding.tree_of(mesh, spec.as_int8()))(array)
 
 
 @functools.cache
-def _quantizer(axis, shardings):
-  return jax.jit(functools.partial(int8.quantize, axis=axis), out_shardings=shardings)
+def _quantizer(input_axis, shardings):
+  return jax.jit(lambda array: int8.quantize(array if input_axis == 0 else array.T, 0), out_shardings=shardings)
 
 
 def _place(spec, mesh, part):
