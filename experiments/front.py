@@ -139,16 +139,17 @@ CURVES = {
 
 @functools.cache
 def _models():
-  source = common.verifier_source()
-  target = cj.load_transformer(source)
+  target = common.verifier()
   draft, draft_tokenizer = common.draft(target)
-  return dict(target=target, draft=draft, tokenizer=cj.load_tokenizer(source), draft_tokenizer=draft_tokenizer)
+  tokenizer = cj.load_tokenizer(common.verifier_source())
+  return dict(target=target, draft=draft, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
 
 
 def made_with() -> dict:
   """What determines the recorded laws, but for prompt and sampling."""
   ours = common.settings()
-  return {name: ours[name] for name in ('verifier', 'draft', 'num_draft', 'max_new_tokens', 'seed', 'raw')}
+  names = ('verifier', 'draft', 'num_draft', 'max_new_tokens', 'seed', 'raw')
+  return {name: ours[name] for name in names} | common.held()
 
 
 def write_laws(path, draft, target_probs, settings):

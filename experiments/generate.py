@@ -24,6 +24,8 @@ from tqdm.auto import tqdm
 
 import cactus_jax as cj
 from cactus_jax import metrics, sharding, text
+from cactus_jax.models import rope
+from cactus_jax.models.config import FAMILIES
 
 _PROMPT = flags.DEFINE_string('prompt', None, 'The prompt. Without it and --prompts_file, standard input is read.')
 _PROMPTS_FILE = flags.DEFINE_string('prompts_file', None, 'JSONL file with one prompt a line.')
@@ -31,6 +33,7 @@ _PROMPT_FIELD = flags.DEFINE_string(
     'prompt_field', 'prompt', 'Where a line has its prompt: a string, strings (the first is taken) or messages.')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append answers to; what it already holds is kept.')
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 8, 'Prompts decoded together.', lower_bound=1)
+_LIST_MODELS = flags.DEFINE_boolean('list_models', False, 'Print which models can be loaded, and from what; then end.')
 _COMPARE = flags.DEFINE_boolean('compare_plain', True, 'Time plain decoding too, to tell whether speculation pays.')
 
 # Plain decoding is timed on so many tokens a row: about a second on the default model.
@@ -204,6 +207,26 @@ def remarks(stats, plain, options) -> list[str]:
   return notes
 
 
+def models() -> list[tuple[str, str, str]]:
+  """Of each family its name in a config.json, its models, and its architecture in GGUF."""
+  architecture = {'gemma3_text': 'gemma3', 'mistral': 'llama'}
+  return [(name, read.__doc__.rstrip('.'), architecture.get(name, name)) for name, read in FAMILIES.items()]
+
+
+def list_models():
+  """Prints the families, and the sources and dtypes that go for all of them."""
+  rows = [('model_type', 'models', 'in GGUF'), *models()]
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  for row in rows:
+    print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+  print(f"""
+Rotary embeddings: plain, {", ".join(rope.KINDS)}.
+Sources: a hub id or a folder (safetensors, in one file or many); a .gguf file (all block types that the package gguf
+  reads); a folder of save_transformer (Orbax). scripts/convert.py writes the first and the last.
+Dtypes: --dtype=float32 (default on a CPU) or bfloat16 (elsewhere); --quantize=int8 and --draft_quantize=int8 for the
+  matrices of verifier and draft, --kv_dtype=int8 for their cached keys and values.""")
+
+
 def batch_size(mesh) -> int:
   """Prompts decoded together: as many as asked for, rounded up so that all groups of devices have as many."""
   groups = sharding.row_groups(mesh)
@@ -212,6 +235,9 @@ def batch_size(mesh) -> int:
 
 def main():
   """Answers the prompts of the flags."""
+  if _LIST_MODELS.value:
+    list_models()
+    return
   rule, sampling = common.rule(), common.sampling()
   prompts, settings = pod.together(lambda: (read_prompts(), common.settings()))
   pod.check_agreement({'the prompts': f'{len(prompts)} ({pod.digest(prompts)})'})
@@ -231,7 +257,7 @@ def main():
   draft_mesh, size = common.draft_mesh(mesh), batch_size(mesh)
   print(common.describe(mesh), flush=True)
   tokenizer = pod.together(lambda: cj.load_tokenizer(common.verifier_source()))
-  target = pod.together(lambda: cj.load_transformer(common.verifier_source(), mesh=mesh))
+  target = pod.together(lambda: common.verifier(mesh))
   draft, draft_tokenizer = pod.together(lambda: common.draft(target, draft_mesh))
   options = dict(target=target, draft=draft, rule=rule, sampling=sampling, draft_tokenizer=draft_tokenizer,
                  tokenizer=tokenizer, **common.text_options())

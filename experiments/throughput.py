@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from lib import flags as common
-from lib import record
+from lib import record, timing
 
 import cactus_jax as cj
 from cactus_jax import sampling, text, verify
@@ -32,8 +32,6 @@ _ARMS = flags.DEFINE_list(
     'arms', ['transformers', 'transformers_lookup', 'plain', 'lookup', 'early_exit:8'], 'What to compare.')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append the figures to.')
 
-STEPS = 8  # rounds or passes timed together, so that calling a compiled program is not counted as running it
-
 PROMPTS = [
     'Why is the sky blue?',
     'Write a short poem about the sea.',
@@ -45,18 +43,6 @@ PROMPTS = [
     'Summarise in one sentence: The honeybee colony lives in a hive. The queen lays up to two thousand eggs a day. The '
     'workers gather nectar, build the comb and guard the entrance.',
 ]
-
-
-def measure(arms, repeats):
-  """Median seconds of each arm; the arms take turns and the first turn, which compiles, is not counted."""
-  times = {name: [] for name in arms}
-  for turn in range(repeats + 1):
-    for name, run in arms.items():
-      start = time.perf_counter()
-      run(turn)
-      if turn:
-        times[name].append(time.perf_counter() - start)
-  return {name: float(np.median(seconds)) for name, seconds in times.items()}
 
 
 class Ours:
@@ -125,33 +111,6 @@ def pieces(target, batch, config, repeats):
   data = jnp.ones((2**28,), jnp.float32)  # a gigabyte: no cache holds it
   read = jax.jit(jnp.sum)
 
-  @functools.partial(jax.jit, donate_argnames='cache')
-  def passes(model, tokens, positions, cache):
-    one = lambda _, carry: model(tokens, positions, carry[1])
-    return jax.lax.fori_loop(0, STEPS, one, (jnp.zeros((*tokens.shape, model.config.vocab_size)), cache))
-
-  def forward(width):
-    tokens = jnp.ones((batch, width), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(width), (batch, width))
-    held = [None, jax.jit(target.init_cache, static_argnums=(0, 1))(batch, config.capacity)]
-
-    def run(_):
-      held[:] = jax.block_until_ready(passes(target, tokens, positions, held[1]))
-
-    return run
-
-  def plain():
-    prompt, length = jnp.ones((batch, 64), jnp.int32), jnp.full(batch, 64)
-    keys = jax.random.split(jax.random.key(0), batch)
-    held = [cj.prefill(target, None, prompt, length, keys, length + config.max_length, config)]
-
-    def run(_):
-      state = held[0].replace(length=jnp.full(batch, 64, jnp.int32))
-      held[0] = jax.block_until_ready(
-          cj.generate(target, None, cj.Exact(), common.sampling(), state, config, max_rounds=STEPS))
-
-    return run
-
   @jax.jit
   def laws(logits_BTV, params, rule, drafted, keys):
     return verify.verify(rule, drafted, sampling.to_probs(logits_BTV, params), keys)
@@ -161,14 +120,15 @@ def pieces(target, batch, config, repeats):
   drafted = cj.Draft(tokens=tokens, probs=jax.nn.one_hot(tokens, V), num_drafted=jnp.full(batch, K))
   params, rule = (per_row(record, batch) for record in (common.sampling(), common.rule()))
   keys = jax.random.split(jax.random.key(1), batch)
-  seconds = measure({
+  seconds = timing.measure({
       'read': lambda _: read(data).block_until_ready(),
-      'forward_1': forward(1),
-      'forward_K+1': forward(K + 1),
-      'plain': plain(),
+      'forward_1': timing.forward(target, batch, 1, config.capacity),
+      'forward_K+1': timing.forward(target, batch, K + 1, config.capacity),
+      'plain': timing.plain(target, batch, config, common.sampling()),
       'laws': lambda _: jax.block_until_ready(laws(logits, params, rule, drafted, keys)),
   }, repeats)
-  return {name: s / (STEPS if name in ('forward_1', 'forward_K+1', 'plain') else 1) for name, s in seconds.items()}
+  steps = dict.fromkeys(('forward_1', 'forward_K+1', 'plain'), timing.STEPS)
+  return {name: s / steps.get(name, 1) for name, s in seconds.items()}
 
 
 def compare(batch, target, tokenizer, source):
@@ -188,7 +148,7 @@ def compare(batch, target, tokenizer, source):
     else:
       draft, _ = common.draft_named('none' if name == 'plain' else name, target)
       arms[name] = Ours(target, draft, batches)
-  seconds = measure(arms, _REPEATS.value)
+  seconds = timing.measure(arms, _REPEATS.value)
   base = seconds.get('transformers')
   figures = []
   print(f'\nbatch {batch}, {_NEW_TOKENS.value} new tokens a row, medians of {_REPEATS.value} turns')
@@ -241,7 +201,7 @@ def main():
     raise ValueError('--rule=budget means nothing here: arms are compared at fixed numbers.')
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   source = common.verifier_source()
-  target, tokenizer = cj.load_transformer(source), cj.load_tokenizer(source)
+  target, tokenizer = common.verifier(), cj.load_tokenizer(source)
   machine = f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
   print(f'{common.describe()}; {machine}', flush=True)
   for batch in map(int, _BATCH_SIZES.value):

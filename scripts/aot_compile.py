@@ -38,14 +38,13 @@ _FSDP = flags.DEFINE_integer('fsdp', 1, 'The same, each of them holding a part o
 _BATCH = flags.DEFINE_integer('batch', 1, 'Rows.', 1)
 _CACHE_LENGTH = flags.DEFINE_integer('cache_length', 2048, 'Slots of the caches.', 16)
 _PROMPT_LENGTH = flags.DEFINE_integer('prompt_length', 512, 'Tokens of the prompts that prefill reads.', 1)
-_DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['bfloat16', 'float32'], 'Of weights and caches.')
 _LATENCY = flags.DEFINE_float('collective_us', 5.0, 'Microseconds that a collective takes, however small.', 0.0)
 _ACCEPTANCE = flags.DEFINE_list('acceptance', [0.5, 0.6, 0.7, 0.8, 0.9], 'Rates to predict a speed-up for.')
 _WHOLE = flags.DEFINE_boolean('whole', True, 'Also compile prefill, and the loop of verifier and draft together.')
 _JSON = flags.DEFINE_string('json', None, 'JSONL file to append the figures to.')
 # Flags of the programs that decode.
 OTHERS = ('verifier', 'draft', 'block_verification', 'ledger', 'temperature', 'top_k', 'top_p', 'min_p', 'seed',
-          'max_new_tokens', 'stop', 'raw')
+          'max_new_tokens', 'stop', 'raw', 'quantize', 'draft_quantize', 'kv_dtype')
 
 
 def read(path):
@@ -87,7 +86,7 @@ def main():
   name, verifier, draft, num_tokens = configs()
   setting = aot.Setting(
       topology=_TOPOLOGY.value, batch=_BATCH.value, num_draft=common.num_draft(), cache_length=_CACHE_LENGTH.value,
-      prompt_length=_PROMPT_LENGTH.value, vocab_size=num_tokens, dtype=_DTYPE.value, data=_DATA.value,
+      prompt_length=_PROMPT_LENGTH.value, vocab_size=num_tokens, dtype=flags.FLAGS.dtype, data=_DATA.value,
       fsdp=_FSDP.value, latency=_LATENCY.value * 1e-6)
   rule, rates = common.rule(), acceptances()
   if not math.isfinite(setting.latency):
@@ -106,7 +105,7 @@ def main():
                  'draft': dataclasses.asdict(draft)} | found)
 
 
-common.set_defaults(num_draft=10, rule='cactus', delta=1.0)
+common.set_defaults(num_draft=10, rule='cactus', delta=1.0, dtype='bfloat16')
 
 if __name__ == '__main__':
   common.run(main)

@@ -5,7 +5,8 @@
   python scripts/convert.py model.gguf hf/model --to=safetensors
 
 The source is a hub id, a Hugging Face folder, a .gguf file, or a folder of `save_transformer`. Weights pass through the
-memory of the host, which must hold all of them in the dtype that is asked for.
+memory of the host, which must hold all of them in the dtype that is asked for: float32 keeps every weight as it is, and
+bfloat16 does too if the source is in bfloat16. --quantize=int8 writes an Orbax folder of 8-bit weights.
 """
 
 import os
@@ -24,14 +25,12 @@ from cactus_jax.models import hf  # noqa: E402
 WRITERS = {'orbax': cj.save_transformer, 'safetensors': hf.save}
 
 _TO = flags.DEFINE_enum('to', None, list(WRITERS), 'What to write.')
-_DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Of the weights that are written. float32 '
-                           'keeps every weight as it is; bfloat16 does too if the source is in bfloat16.')
 _TOKENIZER = flags.DEFINE_boolean('tokenizer', True, 'Convert the tokenizer too.')
 
 
 def main(source, destination):
   """Converts what the arguments and flags name."""
-  common.refuse(common.SHARED, 'nothing is decoded')
+  common.refuse([name for name in common.SHARED if name not in ('dtype', 'quantize')], 'nothing is decoded')
   if _TO.value is None:
     raise ValueError(f'say what to write: {" or ".join(f"--to={name}" for name in WRITERS)}.')
   if os.path.lexists(destination):
@@ -42,14 +41,18 @@ def main(source, destination):
       tokenizer = cj.load_tokenizer(source)
     except ValueError as error:
       raise ValueError(f'{error} (--notokenizer converts the weights alone.)') from error
-  model = cj.load_transformer(source, dtype=_DTYPE.value)
+  if flags.FLAGS.quantize and _TO.value == 'safetensors':
+    raise ValueError('--quantize means nothing to --to=safetensors: transformers reads no such weights; drop it.')
+  dtype = flags.FLAGS.dtype
+  model = cj.load_transformer(source, dtype=dtype, quantize=flags.FLAGS.quantize)
   WRITERS[_TO.value](destination, model, tokenizer=tokenizer)
   size = sum(path.stat().st_size for path in pathlib.Path(destination).rglob('*') if path.is_file())
   weights = sum(array.size for array in jax.tree.leaves(model.params))
-  print(f'{destination}: {model.config.family}, {weights:,} weights in {_DTYPE.value}, '
+  print(f'{destination}: {model.config.family}, {weights:,} weights in {model.quantize or dtype}, '
         f'{"with its" if tokenizer else "without a"} tokenizer; {size / 1e6:,.1f} MB as {_TO.value}.')
 
 
 if __name__ == '__main__':
   jax.config.update('jax_platforms', 'cpu')
+  common.set_defaults(dtype='float32')
   common.run(main, arguments=('SOURCE', 'DESTINATION'))

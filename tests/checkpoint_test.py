@@ -56,7 +56,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize('tied', [True, False])
 def test_int8_stays_as_it_was_saved(tmp_path, tied):
-  model = checkpoints.as_int8(random_model({'tie_word_embeddings': tied, 'model_type': 'qwen2'}))
+  model = weights.to_int8(random_model({'tie_word_embeddings': tied, 'model_type': 'qwen2'}))
   cj.save_transformer(tmp_path / 'saved', model)
   for quantize in (None, 'int8'):
     assert_same(cj.load_transformer(tmp_path / 'saved', quantize=quantize), model)
@@ -69,12 +69,12 @@ def test_int8_stays_as_it_was_saved(tmp_path, tied):
 def test_floats_are_rounded_on_loading(tmp_path, tied):
   model = random_model({'tie_word_embeddings': tied})
   cj.save_transformer(tmp_path / 'saved', model)
-  assert_same(cj.load_transformer(tmp_path / 'saved', quantize='int8'), checkpoints.as_int8(model))
+  assert_same(cj.load_transformer(tmp_path / 'saved', quantize='int8'), weights.to_int8(model))
 
 
 def test_int8_has_no_safetensors(tmp_path):
   with raises(f'{tmp_path}/hf: weights in 8 bits have no form that transformers reads; load the model without'):
-    hf.save(tmp_path / 'hf', checkpoints.as_int8(random_model()))
+    hf.save(tmp_path / 'hf', weights.to_int8(random_model()))
   assert not list(tmp_path.iterdir())
 
 

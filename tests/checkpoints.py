@@ -3,11 +3,8 @@
 import json
 
 import gguf
-import jax
 import numpy as np
 import safetensors.numpy
-
-from cactus_jax.models import transformer, weights
 
 CONFIG = {
     'model_type': 'llama',
@@ -251,11 +248,3 @@ def permute(array, num_heads):
   """`permute` of llama.cpp's convert_hf_to_gguf.py: (half, pair) of each head becomes (pair, half)."""
   halves = array.reshape(num_heads, 2, array.shape[0] // num_heads // 2, *array.shape[1:])
   return halves.swapaxes(1, 2).reshape(array.shape)
-
-
-def as_int8(model):
-  """The model with its matrices rounded to 8 bits."""
-  specs, tree = jax.tree_util.tree_flatten_with_path(transformer.abstract(model.config))
-  leaves = [weights.quantized(array, spec, None) if weights.is_product(path, spec) else array
-            for (path, spec), array in zip(specs, jax.tree.leaves(model.params), strict=True)]
-  return model.replace(params=weights.with_int8_head(jax.tree.unflatten(tree, leaves), model.config, None))

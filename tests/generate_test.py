@@ -21,8 +21,8 @@ from lib import record
 
 import cactus_jax as cj
 from cactus_jax import metrics, sharding
-from cactus_jax.models import transformer
-from cactus_jax.models.config import ModelConfig
+from cactus_jax.models import gguf, transformer
+from cactus_jax.models.config import FAMILIES, ModelConfig
 from tests import fakes
 
 FLAGS = flags.FLAGS
@@ -49,7 +49,7 @@ def loaded(monkeypatch):
   model = fakes.scripted([script], fakes.FakeConfig(vocab_size=len(tokenizer)), certainty=12.0)
   names = []
 
-  def load(source, mesh=None):
+  def load(source, mesh=None, **_):
     assert mesh is None, 'there is one device'
     names.append(source)
     return model
@@ -118,6 +118,35 @@ def test_a_prompt_from_standard_input(cli):
   assert code == 0 and ANSWER in out
 
 
+def test_models_are_held_as_flags_say(cli, monkeypatch):
+  asked, load = [], cj.load_transformer
+  monkeypatch.setattr(cj, 'load_transformer', lambda source, **options: asked.append(options) or load(source))
+  code, out, _ = cli(
+    '--prompt=hi', '--draft=some/model', '--quantize=int8', '--kv_dtype=int8', '--dtype=bfloat16', *SHORT
+  )
+  assert code == 0
+  assert out.startswith('verifier fake.gguf, dtype bfloat16, quantize int8, kv_dtype int8; draft some/model,')
+  both = {'mesh': None, 'dtype': 'bfloat16', 'kv_dtype': 'int8'}
+  assert asked == [both | {'quantize': 'int8'}, both | {'quantize': None}]
+  asked.clear()
+  assert cli('--prompt=hi', '--draft=some/model', '--draft_quantize=int8', *SHORT)[0] == 0
+  assert [options['quantize'] for options in asked] == [None, 'int8']
+  code, _, err = cli('--prompt=hi', '--draft=early_exit:2', '--draft_quantize=int8', *SHORT)
+  assert code == 2 and '--draft_quantize means nothing to --draft=early_exit:2, which is no model of its own' in err
+
+
+def test_lists_the_models(cli, loaded):
+  """What is printed names every family and architecture, and is the table of the README."""
+  code, out, _ = cli('--list_models')
+  assert code == 0 and not loaded
+  for name in (*FAMILIES, *gguf.ARCHITECTURES, 'safetensors', 'Orbax', 'bfloat16', 'int8'):
+    assert name in out, name
+  readme = (pathlib.Path(__file__).parent.parent / 'README.md').read_text(encoding='utf-8')
+  cells = lambda line: [cell.strip(' `') for cell in line.strip('|').split('|')]
+  rows = [line for line in readme.splitlines() if line.startswith(tuple(f'| `{name}`' for name in FAMILIES))]
+  assert [cells(row) for row in rows] == [list(row) for row in generate.models()]
+
+
 def test_one_answer_is_stored_once(cli, tmp_path):
   output = str(tmp_path / 'out.jsonl')
   command = ('--prompt=hi', '--temperature=0', f'--output={output}', '--stop=here', *SHORT)
@@ -128,6 +157,10 @@ def test_one_answer_is_stored_once(cli, tmp_path):
   assert len(row['tokens']) == len(row['from_draft']) == len(row['logprobs']) > 10
   assert row['settings'] == {
     'verifier': 'fake.gguf',
+    'dtype': None,
+    'quantize': None,
+    'draft_quantize': None,
+    'kv_dtype': None,
     'draft': 'lookup',
     'rule': 'Exact()',
     'block_verification': False,

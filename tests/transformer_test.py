@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cactus_jax.models import int8, layers, rope, transformer
+from cactus_jax.models import int8, layers, rope, transformer, weights
 from cactus_jax.models.config import ModelConfig
 from cactus_jax.models.int8 import Int8
 from cactus_jax.models.transformer import Transformer
-from tests import checkpoints
 
 CONFIG = ModelConfig(
     family='llama', vocab_size=50, embed_dim=32, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8,
@@ -38,7 +37,7 @@ def random_model(config):
 VARIANTS = {
     'llama': lambda: random_model(CONFIG),
     'switched': lambda: random_model(SWITCHED),
-    'int8': lambda: checkpoints.as_int8(random_model(SWITCHED)),
+    'int8': lambda: weights.to_int8(random_model(SWITCHED)),
     'int8_cache': lambda: random_model(SWITCHED).replace(kv_dtype='int8'),
 }
 

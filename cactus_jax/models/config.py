@@ -162,11 +162,13 @@ def default_head_dim(embed_dim, num_heads) -> int:
 
 
 def _llama(config):
+  """Llama 2 to 3.3, DeepSeek-R1-Distill-Llama, SmolLM2."""
   _check(config, hidden_act='silu', use_sliding_window=False)
   return _plain(config)
 
 
 def _mistral(config):
+  """Mistral 7B, Nemo, Small (text only)."""
   _check(config, needs=['num_key_value_heads'], handles=['sliding_window'], hidden_act='silu')
   plain = _plain(config)
   window = config.get('sliding_window', 4096)
@@ -174,11 +176,13 @@ def _mistral(config):
 
 
 def _qwen2(config):
+  """Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen."""
   _check_qwen(config, ['num_key_value_heads'], use_mrope=False)
   return dataclasses.replace(_qwen(config), qkv_bias=True)
 
 
 def _qwen3(config):
+  """Qwen3 (dense)."""
   _check_qwen(config, ['num_key_value_heads', 'head_dim'])
   return dataclasses.replace(_qwen(config), qk_norm=True)
 
@@ -209,6 +213,7 @@ def _qwen(config):
 
 
 def _gemma2(config):
+  """Gemma 2."""
   _check_gemma(config, 'attn_logit_softcapping')
   return dataclasses.replace(
       _gemma(config, pattern=2),
@@ -218,6 +223,7 @@ def _gemma2(config):
 
 
 def _gemma3_text(config):
+  """Gemma 3 (text only)."""
   _check_gemma(config, 'rope_local_base_freq', 'sliding_window_pattern', '_sliding_window_pattern')
   pattern = config.get('sliding_window_pattern') or config.get('_sliding_window_pattern') or 6
   rope = config.get('rope_parameters') or {}
@@ -273,6 +279,7 @@ def _windows(config, slides):
   return tuple(config['sliding_window'] if kind == sliding else None for kind in kinds)
 
 
+# model_type -> what reads its config; its docstring names the models.
 FAMILIES = {
     'llama': _llama,
     'mistral': _mistral,

@@ -64,6 +64,14 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None, quan
   return with_int8_head(params, config, mesh) if quantize else params
 
 
+def to_int8(model):
+  """A Transformer of floats as one whose matrices are `Int8`."""
+  specs, tree = jax.tree_util.tree_flatten_with_path(transformer.abstract(model.config))
+  leaves = [quantized(array, spec, model.mesh) if is_product(path, spec) else array
+            for (path, spec), array in zip(specs, jax.tree.leaves(model.params), strict=True)]
+  return model.replace(params=with_int8_head(jax.tree.unflatten(tree, leaves), model.config, model.mesh))
+
+
 def is_product(path, spec):
   """Whether a weight is a matrix that multiplies activations: what 8 bits are for."""
   return spec.is_matrix and _field(path) != 'embed'

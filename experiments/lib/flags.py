@@ -18,6 +18,10 @@ from lib import pod
 
 flags.DEFINE_string('verifier', None, 'Folder, hub id or .gguf file; by default the packaged SmolLM2-135M-Instruct.')
 flags.DEFINE_string('draft', 'lookup', 'Draft: a folder, hub id or .gguf file, "lookup", "early_exit:N" or "none".')
+flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16'], 'Of weights; by default float32 on a CPU, else bfloat16.')
+flags.DEFINE_enum('quantize', None, ['int8'], 'Hold the matrices of the verifier as 8-bit integers.')
+flags.DEFINE_enum('draft_quantize', None, ['int8'], 'The same of a draft that is a model of its own.')
+flags.DEFINE_enum('kv_dtype', None, ['int8'], 'Cache keys and values, of verifier and draft, as 8-bit integers.')
 RULES = cj.RULES | {'budget': cj.Budget}
 flags.DEFINE_enum('rule', 'exact', sorted(RULES), 'Verification rule; only "exact" leaves the law unchanged.')
 # What the rules are made with: the name of each field, and the rules that have it.
@@ -61,6 +65,7 @@ FLAGS = flags.FLAGS
 SHARED = [flag.name for flag in FLAGS.get_flags_for_module(__name__)]
 MESH_FLAGS = ('mesh_data', 'mesh_fsdp', 'mesh_model', 'draft_devices', 'distributed', 'coordinator', 'num_processes',
               'process_id', 'start_timeout', 'heartbeat_timeout')
+MODEL_FLAGS = ('dtype', 'quantize', 'draft_quantize', 'kv_dtype')
 # Flags in which the processes of a run may differ.
 OWN_FLAGS = ('process_id', 'coordinator')
 _interrupts = []
@@ -211,6 +216,15 @@ def verifier_source() -> str:
   return FLAGS.verifier or os.fspath(cj.default_model_path())
 
 
+def verifier(mesh=None) -> cj.Transformer:
+  """The verifier of the flags, on a mesh."""
+  return _load(verifier_source(), mesh, FLAGS.quantize)
+
+
+def _load(source, mesh, quantize):
+  return cj.load_transformer(source, mesh=mesh, dtype=FLAGS.dtype, quantize=quantize, kv_dtype=FLAGS.kv_dtype)
+
+
 def mesh() -> jax.sharding.Mesh | None:
   """The mesh of all devices, of all processes, that the flags ask for; None for one device.
 
@@ -231,10 +245,12 @@ def num_draft() -> int:
 
 def draft_mesh(mesh) -> jax.sharding.Mesh | None:
   """The mesh of the draft, if it is a model of its own: that of the verifier, or narrower by --draft_devices."""
+  if FLAGS.draft.partition(':')[0] in ('none', 'lookup', 'early_exit'):
+    for name in ('draft_devices', 'draft_quantize'):
+      if getattr(FLAGS, name) is not None:
+        raise ValueError(f'--{name} means nothing to --draft={FLAGS.draft}, which is no model of its own: drop it.')
   if FLAGS.draft_devices is None:
     return mesh
-  if FLAGS.draft.partition(':')[0] in ('none', 'lookup', 'early_exit'):
-    raise ValueError(f'--draft_devices means nothing to --draft={FLAGS.draft}, which is no model of its own: drop it.')
   if mesh is None:
     raise ValueError(f'--draft_devices={FLAGS.draft_devices}: there is one device; drop it.')
   try:
@@ -259,14 +275,15 @@ def draft_named(name, target, mesh=None):
     if not layers.isdigit():
       raise ValueError(f'--draft={name}: need the number of layers, as in early_exit:8.')
     return target.early_exit(int(layers)), None
-  return cj.load_transformer(name, mesh=mesh), cj.load_tokenizer(name)
+  return _load(name, mesh, FLAGS.draft_quantize), cj.load_tokenizer(name)
 
 
 def describe(mesh=None) -> str:
   """One line that says what is about to run, and on which mesh."""
   drafting = 'no draft' if FLAGS.draft == 'none' else f'draft {FLAGS.draft}, {FLAGS.num_draft} tokens a round'
   by_block = ', verified by blocks' if FLAGS.block_verification else ''
-  line = f'verifier {settings()["verifier"]}; {drafting}; rule {rule()}{by_block}'
+  how = ''.join(f', {name} {value}' for name, value in held().items() if value)
+  line = f'verifier {settings()["verifier"]}{how}; {drafting}; rule {rule()}{by_block}'
   if mesh is None:
     return line
   axes = ' x '.join(f'{name}={size}' for name, size in mesh.shape.items())
@@ -280,7 +297,12 @@ def settings() -> dict:
   names = ['draft', 'block_verification', 'ledger', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p',
            'max_new_tokens', 'stop', 'seed', 'raw']
   verifier = FLAGS.verifier or os.path.basename(verifier_source())
-  return {'verifier': verifier, 'rule': str(rule())} | {name: getattr(FLAGS, name) for name in names}
+  return {'verifier': verifier, 'rule': str(rule())} | held() | {name: getattr(FLAGS, name) for name in names}
+
+
+def held() -> dict:
+  """How models are held; None is the default."""
+  return {name: getattr(FLAGS, name) for name in MODEL_FLAGS}
 
 
 def text_options() -> dict:
