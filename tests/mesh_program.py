@@ -24,7 +24,7 @@ def arguments():
   return parser.parse_args()
 
 
-def models(mesh):
+def models(mesh, quantize=None):
   """Verifier and draft: random weights, the same on any mesh."""
   import dataclasses
 
@@ -44,7 +44,7 @@ def models(mesh):
     fitted = weights.for_mesh(sizes, where)
     params = weights.assemble(fitted, NAMES, {n: a.shape for n, a in stored.items()},
                               lambda name, index, stored=stored: stored[name][index], source='random',
-                              dtype='float32', mesh=where)
+                              dtype='float32', mesh=where, quantize=quantize)
     made.append(transformer.Transformer(params, fitted, where))
   return made
 
@@ -112,6 +112,23 @@ def decode_all(mesh, half=None):
   return found
 
 
+def logits_in_8_bits(mesh):
+  """Of a verifier whose matrices and cache are in 8 bits: after eight tokens, and after two more, which read a cache."""
+  import jax
+  import numpy as np
+
+  from cactus_jax import sharding
+
+  model = models(mesh, 'int8')[0].replace(kv_dtype='int8')
+  tokens = np.random.default_rng(0).integers(0, 267, (8, 10)).astype(np.int32)
+  read = jax.jit(lambda model, tokens, start, cache: model(
+      tokens, start + jax.lax.broadcasted_iota(np.int32, tokens.shape, 1), cache))
+  empty = jax.jit(lambda model: model.init_cache(8, 16))
+  first, cache = read(model, tokens[:, :8], 0, empty(model))
+  second, _ = read(model, tokens[:, 8:], 8, cache)
+  return [sharding.fetch(logits)[:, -1, :32].tolist() for logits in (first, second)]
+
+
 def write_text(mesh):
   """Five answers, which two or four groups of devices cannot share evenly, one of them cut by a stop string."""
   import warnings
@@ -152,6 +169,7 @@ def main():
     results[name] = decode_all(mesh, int(half) if half else None)
     if args.text:
       results[name]['text'] = write_text(mesh)
+      results[name]['int8'] = {'logits': logits_in_8_bits(mesh)}
   with open(args.out, 'w', encoding='utf-8') as file:
     json.dump(results, file)
 

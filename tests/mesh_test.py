@@ -53,8 +53,12 @@ def one_process(tmp_path_factory):
 
 
 def assert_same(found, reference):
-  """Everything but the note on idle rows."""
+  """Everything but the note on idle rows, and what a sum in another order may tip."""
+  if 'int8' in found:
+    np.testing.assert_allclose(found['int8']['logits'], reference['int8']['logits'], atol=0.03, rtol=0)
   for case, result in found.items():
+    if case == 'int8':
+      continue
     for what, value in result.items():
       if what != 'notes':
         assert value == reference[case][what], (case, what)
@@ -63,18 +67,24 @@ def assert_same(found, reference):
 def test_the_reference_decodes(one_process):
   """What is compared is no trifle: rejections, full accepts, ends of text, and a row of its own length each."""
   reference = one_process['none']
-  assert len(reference) == 9
+  assert len(reference) == 10
   for case, result in reference.items():
-    if case != 'text':
+    if case not in ('text', 'int8'):
       assert len({len(tokens) for tokens in result['tokens']}) > 3
       assert {1, 2} <= set(result['finish'])
   accepted = np.array(reference['model, Cactus(delta=0.5)']['accepted'])
   assert (accepted[:, 0] > accepted[:, 2]).any() and (accepted[:, 2] > 0).any()
 
 
+def test_8_bits_are_those_of_the_model(one_process):
+  """The logits that meshes are compared by: of some size, and not the same after two more tokens."""
+  first, second = np.array(one_process['none']['int8']['logits'])
+  assert 0.3 < first.std() < 3 and np.abs(first - second).max() > 0.3
+
+
 @pytest.mark.parametrize('mesh', MESHES)
 def test_same_tokens_on_every_mesh(one_process, mesh):
-  assert len(one_process[mesh]) == 5
+  assert len(one_process[mesh]) == 6
   assert_same(one_process[mesh], one_process['none'])
 
 
@@ -88,7 +98,7 @@ def test_uneven_batches_are_padded_and_said(one_process):
 
 def test_same_tokens_on_two_processes(one_process, tmp_path):
   for found in on_two_processes(tmp_path, '2x1x4:1', '--text'):
-    assert len(found['2x1x4']) == 5
+    assert len(found['2x1x4']) == 6
     assert_same(found['2x1x4'], one_process['none'])
 
 
