@@ -113,7 +113,7 @@ def decode_all(mesh, half=None):
 
 
 def logits_in_8_bits(mesh):
-  """Of a verifier whose matrices and cache are in 8 bits: after eight tokens, and after two more, which read a cache."""
+  """Of a verifier whose matrices and cache are in 8 bits: after eight tokens, and after two that read the cache."""
   import jax
   import numpy as np
 
