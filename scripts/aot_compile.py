@@ -86,8 +86,8 @@ def main():
   name, verifier, draft, num_tokens = configs()
   setting = aot.Setting(
       topology=_TOPOLOGY.value, batch=_BATCH.value, num_draft=common.num_draft(), cache_length=_CACHE_LENGTH.value,
-      prompt_length=_PROMPT_LENGTH.value, vocab_size=num_tokens, dtype=flags.FLAGS.dtype, data=_DATA.value,
-      fsdp=_FSDP.value, latency=_LATENCY.value * 1e-6)
+      prompt_length=_PROMPT_LENGTH.value, vocab_size=num_tokens, dtype=flags.FLAGS.dtype or 'bfloat16',
+      data=_DATA.value, fsdp=_FSDP.value, latency=_LATENCY.value * 1e-6)
   rule, rates = common.rule(), acceptances()
   if not math.isfinite(setting.latency):
     raise ValueError(f'--collective_us={_LATENCY.value}: need a finite number of microseconds.')
@@ -105,7 +105,7 @@ def main():
                  'draft': dataclasses.asdict(draft)} | found)
 
 
-common.set_defaults(num_draft=10, rule='cactus', delta=1.0, dtype='bfloat16')
+common.set_defaults(num_draft=10, rule='cactus', delta=1.0)
 
 if __name__ == '__main__':
   common.run(main)

@@ -43,7 +43,7 @@ def main(source, destination):
       raise ValueError(f'{error} (--notokenizer converts the weights alone.)') from error
   if flags.FLAGS.quantize and _TO.value == 'safetensors':
     raise ValueError('--quantize means nothing to --to=safetensors: transformers reads no such weights; drop it.')
-  dtype = flags.FLAGS.dtype
+  dtype = flags.FLAGS.dtype or 'float32'
   model = cj.load_transformer(source, dtype=dtype, quantize=flags.FLAGS.quantize)
   WRITERS[_TO.value](destination, model, tokenizer=tokenizer)
   size = sum(path.stat().st_size for path in pathlib.Path(destination).rglob('*') if path.is_file())
@@ -54,5 +54,4 @@ def main(source, destination):
 
 if __name__ == '__main__':
   jax.config.update('jax_platforms', 'cpu')
-  common.set_defaults(dtype='float32')
   common.run(main, arguments=('SOURCE', 'DESTINATION'))
