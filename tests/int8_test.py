@@ -79,3 +79,10 @@ def test_product_of_few(B, T, D, dtype):
   assert found.shape == (B, T, 40) and found.dtype == jnp.float32
   expected = np.asarray(x, np.float64) @ np.asarray(int8.dequantize(weight, 0), np.float64)
   np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+def test_half_a_step_fits_the_second_digit():
+  """Numbers that lie as far from the first digit as can be."""
+  x = jnp.array([[[127.0, 0.5, 1.5, -0.5, -2.5, 126.5]]])
+  found = int8.product(x, Int8(jnp.eye(6, dtype=jnp.int8), jnp.ones(6)))
+  np.testing.assert_allclose(found, x, atol=1e-5, rtol=0)
