@@ -334,6 +334,11 @@ def test_metadata_as_their_reader_has_them(tmp_path, endianess):
     assert (ours.fields[name].contents(), ours.fields[name].types) == (field.contents(), field.types), name
   assert ours.tensors[0].data_offset == theirs.tensors[0].data_offset
   np.testing.assert_array_equal(ours.tensors[0].data, theirs.tensors[0].data)
+  whole, cut = path.read_bytes(), tmp_path / 'cut.gguf'
+  for keep in range(24, ours.tensors[0].data_offset + 28):  # then comes what fills up a block
+    cut.write_bytes(whole[:keep])
+    with raises(f'{cut}: damaged or no GGUF file'):
+      gguf._open(cut)
 
 
 def test_names_a_truncated_file(tmp_path):
