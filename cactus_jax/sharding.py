@@ -133,7 +133,8 @@ def from_parts(shape, sharding, part) -> jax.Array:
   arrays = []
   for bounds, holders in devices.items():
     array = part(tuple(slice(*pair) for pair in bounds))
-    arrays += [jax.device_put(array, device) for device in holders]
+    arrays += jax.block_until_ready([jax.device_put(array, device) for device in holders])
+    del array
   return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
 
 

@@ -314,6 +314,33 @@ def test_names_missing_metadata(tmp_path):
     gguf.load(tmp_path / 'bare.gguf')
 
 
+@pytest.mark.parametrize('endianess', ggml.GGUFEndian)
+def test_metadata_as_their_reader_has_them(tmp_path, endianess):
+  path = tmp_path / 'tiny.gguf'
+  writer = ggml.GGUFWriter(path, 'llama', endianess=endianess)
+  for key, array in (('words', ['a', 'bär', '']), ('bytes', b'ab'), ('ints', [1, -2, 3]), ('floats', [0.5, -1e9]),
+                     ('bools', [True, False]), ('one', ['x']), ('nested', [[1, 2], [3]])):
+    writer.add_array(f'general.{key}', array)
+  writer.add_string('general.name', 'tiny')
+  writer.add_float32('general.number', 0.25)
+  writer.add_tensor('norm', np.arange(7, dtype=np.float32))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  ours, theirs = gguf._open(path), ggml.GGUFReader(path)
+  assert list(ours.fields) == list(theirs.fields)
+  for name, field in theirs.fields.items():
+    assert (ours.fields[name].contents(), ours.fields[name].types) == (field.contents(), field.types), name
+  assert ours.tensors[0].data_offset == theirs.tensors[0].data_offset
+  np.testing.assert_array_equal(ours.tensors[0].data, theirs.tensors[0].data)
+  whole, cut = path.read_bytes(), tmp_path / 'cut.gguf'
+  for keep in range(24, ours.tensors[0].data_offset + 28):  # then comes what fills up a block
+    cut.write_bytes(whole[:keep])
+    with raises(f'{cut}: damaged or no GGUF file'):
+      gguf._open(cut)
+
+
 def test_names_a_truncated_file(tmp_path):
   path = checkpoints.write_gguf(tmp_path / 'tiny.gguf')
   whole = path.read_bytes()

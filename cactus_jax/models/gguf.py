@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import struct
 
 import gguf
 import numpy as np
@@ -48,6 +49,7 @@ NEEDED = {
 }
 PATTERN = 'attention.sliding_window_pattern'  # a period, or for each layer whether it has a window
 YARN_BOUNDS = {'yarn_beta_fast': ('beta_fast', 32.0), 'yarn_beta_slow': ('beta_slow', 1.0)}  # key -> field, default
+ARRAY = gguf.GGUFValueType.ARRAY
 IRRELEVANT = ('GGUF.', 'general.', 'tokenizer.', 'quantize.')  # beginnings of keys that do not change a model
 
 # Architectures that keep a state from which the last tokens cannot be taken back, as a rejected draft asks for.
@@ -191,7 +193,7 @@ def _sentencepiece(fields, tokens, types):
 
 
 class _Reader(gguf.GGUFReader):
-  """GGUFReader over a plain array: slices of a memmap made it 2.5 s for 10^5 tokens instead of 0.8 s."""
+  """GGUFReader in a tenth of the time: over a plain array, not a memmap, and without a call for each of 10^5 tokens."""
 
   @property
   def data(self):
@@ -201,13 +203,30 @@ class _Reader(gguf.GGUFReader):
   def data(self, memmap):
     self._data = memmap.view(np.ndarray)
 
+  def _get_field_parts(self, orig_offs, raw_type):
+    kind = self._get(orig_offs, np.uint32)[0] if raw_type == ARRAY else raw_type
+    if raw_type != ARRAY or kind == ARRAY:
+      return super()._get_field_parts(orig_offs, raw_type)
+    count = self._get(orig_offs + 4, np.uint64)
+    parts, offset = [self._get(orig_offs, np.uint32), count], orig_offs + 12
+    if kind == gguf.GGUFValueType.STRING:
+      length = struct.Struct('>Q' if self.endianess == gguf.GGUFEndian.BIG else '<Q')
+      for _ in range(count[0]):
+        start = offset + length.size
+        offset = start + length.unpack_from(self._data, offset)[0]
+        parts.append(self._data[start:offset])
+    else:
+      values = self._get(offset, self.gguf_scalar_to_np[kind], count[0])
+      parts, offset = [*parts, values], offset + values.nbytes
+    return offset - orig_offs, parts, list(range(2, len(parts))), [ARRAY, gguf.GGUFValueType(kind)]
+
 
 def _open(path):
   if not path.is_file():
     raise ValueError(f'{path}: no such file; pass the path of a GGUF file.')
   try:
     return _Reader(path)
-  except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+  except (ValueError, IndexError, KeyError, OverflowError, MemoryError, struct.error) as error:
     raise ValueError(f'{path}: damaged or no GGUF file ({error}); download it again.') from error
 
 
