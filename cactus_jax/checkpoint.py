@@ -40,21 +40,27 @@ def save_transformer(folder, model: Transformer, *, tokenizer=None):
   """
   if not isinstance(model, Transformer):
     raise ValueError(f'{type(model).__name__}: only a Transformer can be saved, as from load_transformer.')
+  hf.check_tokenizer(tokenizer)
   with weights.new_folder(folder) as partial:
     specs = _named(transformer.abstract(model.config, model.quantize))
-    arrays = {name: weights.without_copies(model.config, specs[name], array)
+    # One after the other: on a CPU, programs of several devices that are under way at once can wait for each other.
+    arrays = {name: jax.block_until_ready(weights.without_copies(model.config, specs[name], array))
               for name, array in _named(model.params).items()}
-    fingerprints = sharding.fetch({name: _fingerprint(array) for name, array in arrays.items()})
+    fingerprints = {name: int(sharding.fetch(_fingerprint(array))) for name, array in arrays.items()}
     checkpointer, ocp = _orbax()
     chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in arrays}
-    checkpointer.save(partial / PARAMS, args=ocp.args.PyTreeSave(arrays, save_args=chunks))
+    try:
+      checkpointer.save(partial / PARAMS, args=ocp.args.PyTreeSave(arrays, save_args=chunks))
+    except Exception as error:  # no common base
+      text = (str(error).splitlines() or [''])[0]
+      raise ValueError(f'{folder}: could not be written ({text:.160}); is the disk full?') from error
     if jax.process_index() == 0:
       if tokenizer is not None:
         tokenizer.save_pretrained(partial)
       described = {
           'config': _to_json(dataclasses.replace(model.config, kv_copies=1)),
           'quantize': model.quantize,
-          'weights': {name: {'dtype': array.dtype.name, 'fingerprint': int(fingerprints[name])}
+          'weights': {name: {'dtype': array.dtype.name, 'fingerprint': fingerprints[name]}
                       for name, array in arrays.items()},
       }
       whole = {'format': FORMAT, 'version': VERSION, **described, 'checksum': _checksum(described)}
@@ -93,8 +99,8 @@ def load(source, *, dtype=None, mesh=None, quantize=None) -> tuple[Params, Model
         item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
     with _explained(folder):
       restored = checkpointer.restore(folder / PARAMS, args=arguments)
-    fingerprints = sharding.fetch({name: _fingerprint(array) for name, array in restored.items()})
-    changed = [name for name in layer if fingerprints[name] != table[name]['fingerprint']]
+    changed = [name for name, array in restored.items()
+               if sharding.fetch(_fingerprint(array)) != table[name]['fingerprint']]
     if changed:
       raise ValueError(f'{folder}: damaged: the bits of {weights.listed(changed)} are not those that were saved; '
                        f'{AGAIN}.')
@@ -164,7 +170,7 @@ def _finish(array, config, spec, dtype, mesh):
   dtype = dtype if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype
   if array.shape == spec.shape and array.dtype == dtype:
     return array
-  return _finisher(config, spec, dtype, mesh)(array)
+  return jax.block_until_ready(_finisher(config, spec, dtype, mesh)(array))
 
 
 @functools.cache

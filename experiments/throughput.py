@@ -138,6 +138,9 @@ def compare(batch, target, tokenizer, source):
   arms = {}
   for name in _ARMS.value:
     if name.startswith('transformers'):
+      if any(common.held().values()):
+        print(f'{name}: left out, it holds its weights in float32')
+        continue
       if importlib.util.find_spec('torch') is None:
         print(f'{name}: left out, torch is not installed (pip install -e .[torch])')
         continue
@@ -208,7 +211,7 @@ def main():
     figures = compare(batch, target, tokenizer, source)
     figures.append(explain(batch, target, 2 * _REPEATS.value))
     for figure in figures if rows else ():
-      rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, **figure})
+      rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, **common.held(), **figure})
 
 
 if __name__ == '__main__':

@@ -30,9 +30,9 @@ from cactus_jax.models.config import FAMILIES, ModelConfig
 
 _VARIANTS = flags.DEFINE_list('variants', None, 'Which to compare with float32; by default all but bfloat16 on a CPU, '
                               'which has no arithmetic for it worth timing.')
-_REPEATS = flags.DEFINE_integer('repeats', 9, 'Turns of each arm.', 1)
+_REPEATS = flags.DEFINE_integer('repeats', 9, 'Turns of each arm.', 1, allow_override=True)
 _TOKENS = flags.DEFINE_integer('tokens', 256, 'Length of the greedy texts.', 2)
-_OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append the figures to.')
+_OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append the figures to.', allow_override=True)
 
 PROMPTS = [
     'Why is the sky blue?',
@@ -40,7 +40,7 @@ PROMPTS = [
     'Explain to a child how a bicycle stays upright.',
     'List five fruits and a colour for each.',
 ]
-PADDING = 128  # columns: what a vocabulary is rounded up to a multiple of, at most
+PADDING = 128  # columns: vocabularies are often rounded up to a multiple of it
 
 
 def padded(model):
@@ -71,14 +71,20 @@ VARIANTS = {
 ROUNDED = ('int8', 'int8 cache', 'int8 both', 'bfloat16')  # those that are not the same model
 
 
-def chosen(config):
-  """Names of the variants to look at, float32 first. Raises ValueError for one that there is not."""
+def check_names():
+  """Names of variants that were asked for, or None. Raises ValueError for one that there is not."""
   names = _VARIANTS.value
+  if unknown := [name for name in names or () if name not in VARIANTS]:
+    raise ValueError(f'--variants={",".join(names)}: {", ".join(unknown)} is none of {", ".join(VARIANTS)}.')
+  return names
+
+
+def chosen(config):
+  """Names of the variants to look at, float32 first. Raises ValueError for one that there cannot be."""
+  names = check_names()
   if names is None:
     names = [name for name in VARIANTS if name != 'bfloat16' or jax.default_backend() != 'cpu']
     return [name for name in names if name != 'untied' or config.tie_embeddings]
-  if unknown := [name for name in names if name not in VARIANTS]:
-    raise ValueError(f'--variants={",".join(names)}: {", ".join(unknown)} is none of {", ".join(VARIANTS)}.')
   if 'untied' in names and not config.tie_embeddings:
     raise ValueError('--variants=untied: the head of this model is not tied to begin with; drop it.')
   return ['float32', *(name for name in names if name != 'float32')]
@@ -228,9 +234,14 @@ def main():
   common.refuse(['draft', 'rule', *common.RULE_FIELDS, 'static', 'block_verification', 'ledger'], 'nothing is drafted')
   common.refuse(['stop', 'max_new_tokens', 'raw', 'seed'], 'texts are greedy, and as long as --tokens')
   common.refuse(common.MODEL_FLAGS, 'all are compared')
+  check_names()
+  if common.num_draft() < 1:
+    raise ValueError(f'--num_draft={common.num_draft()}: need at least 1.')
   store = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   source = common.verifier_source()
   plain, tokenizer = cj.load_transformer(source, dtype='float32'), cj.load_tokenizer(source)
+  if plain.quantize:
+    raise ValueError(f'{source} holds 8-bit integers: compare variants of the floats that they were rounded from.')
   models = {name: VARIANTS[name](plain) for name in chosen(plain.config)}
   prompts = cj.encode(PROMPTS, tokenizer, raw=False)
   source = os.path.basename(source)

@@ -86,7 +86,7 @@ def main():
   name, verifier, draft, num_tokens = configs()
   setting = aot.Setting(
       topology=_TOPOLOGY.value, batch=_BATCH.value, num_draft=common.num_draft(), cache_length=_CACHE_LENGTH.value,
-      prompt_length=_PROMPT_LENGTH.value, vocab_size=num_tokens, dtype=flags.FLAGS.dtype or 'bfloat16',
+      prompt_length=_PROMPT_LENGTH.value, vocab_size=num_tokens, dtype=common.held()['dtype'] or 'bfloat16',
       data=_DATA.value, fsdp=_FSDP.value, latency=_LATENCY.value * 1e-6)
   rule, rates = common.rule(), acceptances()
   if not math.isfinite(setting.latency):

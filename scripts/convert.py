@@ -33,6 +33,7 @@ def main(source, destination):
   common.refuse([name for name in common.SHARED if name not in ('dtype', 'quantize')], 'nothing is decoded')
   if _TO.value is None:
     raise ValueError(f'say what to write: {" or ".join(f"--to={name}" for name in WRITERS)}.')
+  destination = os.path.expanduser(destination)
   if os.path.lexists(destination):
     raise ValueError(f'{destination}: is there already; name a new folder, or remove it.')
   tokenizer = None
@@ -41,10 +42,11 @@ def main(source, destination):
       tokenizer = cj.load_tokenizer(source)
     except ValueError as error:
       raise ValueError(f'{error} (--notokenizer converts the weights alone.)') from error
-  if flags.FLAGS.quantize and _TO.value == 'safetensors':
+  held = common.held()
+  if held['quantize'] and _TO.value == 'safetensors':
     raise ValueError('--quantize means nothing to --to=safetensors: transformers reads no such weights; drop it.')
-  dtype = flags.FLAGS.dtype or 'float32'
-  model = cj.load_transformer(source, dtype=dtype, quantize=flags.FLAGS.quantize)
+  dtype = held['dtype'] or 'float32'
+  model = cj.load_transformer(source, dtype=dtype, quantize=held['quantize'])
   WRITERS[_TO.value](destination, model, tokenizer=tokenizer)
   size = sum(path.stat().st_size for path in pathlib.Path(destination).rglob('*') if path.is_file())
   weights = sum(array.size for array in jax.tree.leaves(model.params))

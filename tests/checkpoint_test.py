@@ -73,7 +73,7 @@ def test_floats_are_rounded_on_loading(tmp_path, tied):
 
 
 def test_int8_has_no_safetensors(tmp_path):
-  with raises(f'{tmp_path}/hf: weights in 8 bits have no form that transformers reads; load the model without'):
+  with raises(f'{tmp_path}/hf: weights in 8 bits have no form that transformers reads; save the model of'):
     hf.save(tmp_path / 'hf', weights.to_int8(random_model()))
   assert not list(tmp_path.iterdir())
 

@@ -139,7 +139,7 @@ def test_reads_both_ropes_of_gemma3():
     (QWEN2 | {'use_mrope': True}, 'use_mrope=True (only False is)'),
     (QWEN2 | {'hidden_act': 'relu'}, "hidden_act='relu' (only 'silu' is)"),
     (QWEN2 | {'layer_types': ['full_attention', 'sliding_attention']},
-     "layer_types=['full_attention', 'sliding_attention'] (only ['full_attention', 'full_attention'] is)"),
+     "layer_types=['full_attention', 'sliding_attention'] (only ['full_attention', 'full_attention', "),
     (QWEN2 | {'rope_scaling': {'type': 'mrope', 'mrope_section': [2, 3, 3]}},
      "rope_type='mrope' with {'mrope_section': [2, 3, 3]}: only default, linear, llama3, yarn are implemented;"),
     (QWEN3 | {'head_dim': None}, 'the config lacks head_dim: a qwen3 needs them;'),
@@ -241,6 +241,37 @@ def test_accepts(given, ours):
 def test_refuses(given, text):
   with raises(text):
     from_hf_config(CONFIG | given)
+
+
+@pytest.mark.parametrize('changes, text', [
+    ({'rope_scaling': 'linear'}, "rope_scaling='linear': must be an object or null; check the config."),
+    ({'rope_parameters': [1]}, 'rope_parameters=[1]: must be an object or null; check the config.'),
+    ({'layer_types': 'full'}, "layer_types='full': must be a list; check the config."),
+    ({'tie_word_embeddings': 'x'}, "tie_word_embeddings='x': must be true or false; check the config."),
+    ({'hidden_size': '64'}, "hidden_size='64': must be a whole number; check the config."),
+    ({'rms_norm_eps': -1}, 'rms_norm_eps=-1: must be a number above 0; check the config.'),
+    ({'rms_norm_eps': float('nan')}, 'rms_norm_eps=nan: must be a number above 0; check the config.'),
+    ({'rope_theta': 0}, 'rope_theta=0: must be a number above 0; check the config.'),
+    ({'rope_theta': float('inf')}, 'rope_theta=inf: must be a number above 0; check the config.'),
+    ({'rope_theta': [1.0]}, 'rope_theta=[1.0]: must be a number above 0; check the config.'),
+    ({'num_key_value_heads': 0}, 'num_kv_heads=0: must be a whole number of at least 1; check the config.'),
+    ({'num_hidden_layers': 10**9}, 'num_hidden_layers=1000000000: more than 10000; check the config.'),
+    ({'is_encoder_decoder': True}, 'is_encoder_decoder=True (only False is)'),
+    ({'layer_types': ['full_attention']}, "layer_types=['full_attention'] (only ['full_attention', "),
+    ({'head_dim': 0}, 'head_dim=0: must be a whole number of at least 1; check the config.'),
+    ({'model_type': ['llama']}, "model_type=['llama']: must be a name; check the config."),
+    ({'rope_parameters': {'rope_type': ['linear'], 'factor': 2.0}}, "rope_type=['linear'] with {'factor': 2.0}: only"),
+])
+def test_refuses_values_of_another_kind(changes, text):
+  with raises(text):
+    from_hf_config(QWEN3 | changes)
+
+
+def test_no_window_at_all_is_no_windows():
+  """So what is written of such a model is read again as the same."""
+  config = from_hf_config(QWEN2 | {'use_sliding_window': True, 'max_window_layers': 3})
+  assert config == from_hf_config(QWEN2) and config.windows == ()
+  assert from_hf_config(GEMMA2 | {'layer_types': ['full_attention'] * 3}).windows == ()
 
 
 @pytest.mark.parametrize('family', sorted(RECURRENT))

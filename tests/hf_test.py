@@ -451,10 +451,49 @@ def test_does_not_write_over_anything_nor_by_halves(tmp_path, monkeypatch):
   with raises('qkv_bias=True: the config.json of a llama cannot say it.'):
     hf.save(tmp_path / 'again', model.replace(config=dataclasses.replace(model.config, qkv_bias=True)))
 
-  def fail(*_, **__):
-    raise OSError('disk full')
+  def full(*_, **__):
+    raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr(safetensors.numpy, 'save_file', fail)
-  with pytest.raises(OSError, match='disk full'):
+  monkeypatch.setattr(safetensors.numpy, 'save_file', full)
+  with raises(f'{tmp_path}/again: could not be written ([Errno 28] No space left on device); is the disk full?'):
     hf.save(tmp_path / 'again', model)
   assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('options', [{}, {'quantize': 'int8'}], ids=str)
+def test_refuses_numbers_that_are_none(tmp_path, value, options):
+  weights = checkpoints.tensors()
+  weights[UP][3, 5] = value
+  with raises(f'{UP} has values that are infinite or no numbers; download the weights again.'):
+    hf.load(checkpoints.write_folder(tmp_path, weights=weights), **options)
+
+
+@pytest.mark.parametrize('text, expected', [
+    ('[]', 'holds [] where an object is needed'), ('null', 'holds None where an object is needed'),
+    ('[' * 100_000, 'not readable as JSON')])
+def test_refuses_json_of_another_kind(tmp_path, text, expected):
+  checkpoints.write_folder(tmp_path)
+  (tmp_path / 'config.json').write_text(text)
+  with raises(f'{tmp_path}/config.json: {expected}'):
+    hf.load(tmp_path)
+
+
+@pytest.mark.parametrize('index', ['{}', '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+def test_refuses_an_index_without_a_map(tmp_path, index):
+  checkpoints.write_folder(tmp_path, shards=2)
+  (tmp_path / 'model.safetensors.index.json').write_text(index)
+  with raises('index.json: lacks the map from weights to files, weight_map; download it again.'):
+    hf.load(tmp_path)
+
+
+def test_says_what_cannot_be_saved(tmp_path):
+  checkpoints.write_folder(tmp_path / 'hf')
+  model = Transformer(*hf.load(tmp_path / 'hf'))
+  with raises("tokenizer='abc': need a transformers tokenizer, as from load_tokenizer, or None."):
+    hf.save(tmp_path / 'again', model, 'abc')
+  with raises('3: need the path of a new folder.'):
+    hf.save(3, model)
+  (tmp_path / 'file').write_text('')
+  with raises(f'{tmp_path}/file/again: no folder can be made there ('):
+    hf.save(tmp_path / 'file' / 'again', model)

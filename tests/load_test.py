@@ -57,8 +57,11 @@ def test_loads_relative_and_home_paths(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('options, text', [
     ({'mesh': 'a mesh'}, "mesh='a mesh': need a mesh, as from make_mesh(data=1, model=4)"),
-    ({'quantize': 'int4'}, "quantize='int4': implemented are 'int8' and None, which keeps floats."),
-    ({'kv_dtype': 'float8'}, "kv_dtype='float8': implemented are 'int8' and None, which keeps floats."),
+    ({'quantize': 'int4'}, "quantize='int4': implemented are 'int8' and None."),
+    ({'kv_dtype': 'float8'}, "kv_dtype='float8': implemented are 'int8' and None."),
+    ({'dtype': 'float64'}, 'dtype=float64: weights are kept as floats; use float32, bfloat16 or float16.'),
+    ({'dtype': 'foo'}, 'dtype=foo: weights are kept as floats; use float32, bfloat16 or float16.'),
+    ({'dtype': 3}, 'dtype=3: weights are kept as floats; use float32, bfloat16 or float16.'),
 ])
 def test_refuses_what_is_not_there_yet(tmp_path, options, text):
   with raises(text):
@@ -71,6 +74,18 @@ def test_refuses_what_is_not_there_yet(tmp_path, options, text):
 def test_a_missing_path_is_no_hub_id(source, read):
   with raises(f'{source}: no such file or folder; pass a hub id, a checkpoint folder or a .gguf file.'):
     read(source)
+
+
+@pytest.mark.parametrize('source', [None, 3, b'x', ''], ids=repr)
+@pytest.mark.parametrize('read', [load.load_transformer, load.load_tokenizer])
+def test_refuses_what_is_no_source(source, read):
+  with raises(f'{source!r}: need a hub id, a checkpoint folder or a .gguf file.'):
+    read(source)
+
+
+def test_a_folder_may_be_named_as_a_file(tmp_path):
+  assert load.load_transformer(checkpoints.write_folder(tmp_path / 'x.gguf')).config.num_layers == 3
+  assert load.load_transformer(checkpoints.write_gguf(tmp_path / 'y.GGUF')).config.num_layers == 3
 
 
 @pytest.mark.parametrize('read', [load.load_transformer, load.load_tokenizer])

@@ -83,7 +83,7 @@ def test_peak_sees_what_comes_and_goes():
     time.sleep(0.05)
     del memory
     time.sleep(0.05)
-  assert 64e6 < peak.most - peak.before < 80e6
+  assert 50e6 < peak.most - peak.before < 80e6  # others may have let go of some in the meantime
 
 
 @pytest.mark.parametrize('argument, message', [

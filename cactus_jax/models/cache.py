@@ -30,9 +30,8 @@ def init(config, batch, length, dtype, mesh=None):
 
 
 def write(cached, new_BTGH, positions_BT, mesh=None):
-  """The cached array with each row's T new entries at that row's own positions; one beyond the end is dropped."""
-  new = int8.quantize(new_BTGH, -1) if isinstance(cached, Int8) else new_BTGH.astype(cached.dtype)
-  return jax.tree.map(lambda old, new: _write(old, new, positions_BT, mesh), cached, new)
+  """The cached array with each row's T new entries (`as_cached`) at that row's own positions; one beyond is dropped."""
+  return jax.tree.map(lambda old, new: _write(old, new, positions_BT, mesh), cached, new_BTGH)
 
 
 def _write(old_BGS, new_BTG, positions_BT, mesh):
@@ -43,8 +42,6 @@ def _write(old_BGS, new_BTG, positions_BT, mesh):
   return sharding.constrain(written, mesh, *AXES[: written.ndim])
 
 
-def as_read(cached, new_BTGH):
-  """New entries as the cache will give them back, so that what a token sees does not depend on when it was written."""
-  if not isinstance(cached, Int8):
-    return new_BTGH
-  return int8.dequantize(int8.quantize(new_BTGH, -1), -1).astype(new_BTGH.dtype)
+def as_cached(cached, new_BTGH):
+  """New entries as the cache holds them: attended to so, what a token sees does not depend on when it was written."""
+  return int8.quantize(new_BTGH, -1) if isinstance(cached, Int8) else new_BTGH.astype(cached.dtype)

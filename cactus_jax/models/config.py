@@ -5,6 +5,7 @@ neither handles nor knows to be irrelevant: an attribute skipped in silence is a
 """
 
 import dataclasses
+import math
 
 from cactus_jax.models import rope
 
@@ -42,6 +43,8 @@ class ModelConfig:
   kv_copies: int = 1  # how often each stored key head is held, so that more devices can share the heads; see `split`
 
   def __post_init__(self):
+    if not any(window is not None for window in self.windows):
+      object.__setattr__(self, 'windows', ())  # as a model without any is written
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.type is int and (type(value) is not int or value < 1):
@@ -78,6 +81,9 @@ def from_hf_config(config: dict) -> ModelConfig:
   Raises ValueError naming the family, the attributes or the values that the decoder does not implement.
   """
   family = config.get('model_type')
+  for name, kind in _TYPES.items():
+    if not isinstance(config.get(name), kind | None):
+      raise ValueError(f'{name}={config[name]!r}: must be {_TYPE_NAMES[kind]}; check the config.')
   if family in FAMILIES:
     return FAMILIES[family](config)
   supported = f'the supported families are {", ".join(FAMILIES)}'
@@ -119,7 +125,8 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict:
       'pad_token_id': None,
   }
   window = next((window for window in config.windows if window is not None), None)
-  kinds = ['full_attention' if window is None else 'sliding_attention' for window in config.windows]
+  windows = config.windows or (None,) * config.num_layers
+  kinds = ['full_attention' if window is None else 'sliding_attention' for window in windows]
   if gemma:
     given |= {
         'query_pre_attn_scalar': config.query_scale and round(config.query_scale**-2),
@@ -195,7 +202,7 @@ def _check_qwen(config, needs, **only):
       needs=[*needs, *windows] if used else needs,
       handles=['use_sliding_window', *windows, *(['layer_types'] if used else [])],
       hidden_act='silu',
-      layer_types=['full_attention'] * len(config.get('layer_types') or ()),
+      layer_types=['full_attention'] * (config.get('num_hidden_layers') or 0),
       **only,
   )
 
@@ -318,6 +325,11 @@ _NEEDED = {
     'max_length': 'max_position_embeddings',
     'norm_eps': 'rms_norm_eps',
 }
+_TYPES = {
+    'model_type': str, 'rope_scaling': dict, 'rope_parameters': dict, 'layer_types': list, 'tie_word_embeddings': bool,
+    'sliding_window_pattern': int, '_sliding_window_pattern': int, 'hidden_size': int}
+MAX_LAYERS = 10_000  # beyond any model; a damaged number would keep the reader busy for hours
+_TYPE_NAMES = {str: 'a name', dict: 'an object or null', list: 'a list', bool: 'true or false', int: 'a whole number'}
 _HANDLED = {
     *_NEEDED.values(), 'num_key_value_heads', 'head_dim', 'tie_word_embeddings', 'rope_theta', 'rope_scaling',
     'rope_parameters',
@@ -334,7 +346,7 @@ def _check(config, needs=(), handles=(), **only):
   """
   family = config['model_type']
   known = _HANDLED | {*needs, *handles} | _IRRELEVANT
-  only = {'attention_bias': False, 'mlp_bias': False, 'rope_interleaved': False} | only
+  only = dict.fromkeys(('attention_bias', 'mlp_bias', 'rope_interleaved', 'is_encoder_decoder'), False) | only
   strange = [
       f'{name}={value!r}' + (f' (only {only[name]!r} is)' if name in only else '')
       for name, value in config.items()
@@ -347,18 +359,23 @@ def _check(config, needs=(), handles=(), **only):
   missing = [name for name in (*_NEEDED.values(), *needs) if config.get(name) is None]
   if missing:
     raise ValueError(f'the config lacks {", ".join(missing)}: a {family} needs them; complete config.json.')
+  for name in ('hidden_size', 'rms_norm_eps', 'rope_theta', 'rope_local_base_freq'):
+    _positive(config, name)
+  if type(layers := config['num_hidden_layers']) is int and layers > MAX_LAYERS:
+    raise ValueError(f'num_hidden_layers={layers}: more than {MAX_LAYERS}; check the config.')
 
 
 def _plain(config, tied=False):
   """The config without what sets its family apart; `tied` is what its family means by no `tie_word_embeddings`."""
   sizes = {ours: config[theirs] for ours, theirs in _NEEDED.items()}
+  kv_heads, head_dim = config.get('num_key_value_heads'), config.get('head_dim')
   theta, scaling = _rope(config)
   return ModelConfig(
       family=config['model_type'],
-      num_kv_heads=config.get('num_key_value_heads') or sizes['num_heads'],
-      head_dim=config.get('head_dim') or default_head_dim(sizes['embed_dim'], sizes['num_heads']),
+      num_kv_heads=sizes['num_heads'] if kv_heads is None else kv_heads,
+      head_dim=default_head_dim(sizes['embed_dim'], sizes['num_heads']) if head_dim is None else head_dim,
       rope_theta=theta,
-      tie_embeddings=bool(config.get('tie_word_embeddings', tied)),
+      tie_embeddings=config.get('tie_word_embeddings', tied),
       eos_ids=eos_ids_of(config),
       rope_scaling=scaling,
       **sizes,
@@ -373,7 +390,8 @@ def _rope(config):
   if any(new.get(name, value) != value for name, value in old.items()):
     raise ValueError(f'rope_scaling={old} contradicts rope_parameters={new}: keep the one that the weights belong to.')
   given = {name: value for name, value in (old | new).items() if value is not None}
-  theta = given.pop('rope_theta', config.get('rope_theta') or 10000.0)
+  theta = _positive(given, 'rope_theta', config.get('rope_theta') or 10000.0)
+  given.pop('rope_theta', None)
   kind = given.pop('type', 'default')
   kind = given.pop('rope_type', kind)
   return float(theta), _scaling(kind, given, config)
@@ -381,7 +399,7 @@ def _rope(config):
 
 def _scaling(kind, given, config):
   """The scaling of a kind in `rope.KINDS`, whose fields are the attributes it has, or None for `default`."""
-  if kind != 'default' and kind not in rope.KINDS:
+  if kind not in ('default', *rope.KINDS):
     raise ValueError(
         f'rope_type={kind!r} with {given}: only default, {", ".join(rope.KINDS)} are implemented; use a checkpoint '
         'with other rotary embeddings.')
@@ -404,7 +422,7 @@ def _scaling(kind, given, config):
 def _positive(config, name, default=None):
   """The number of that name, or None for null."""
   value = config.get(name, default)
-  if value is not None and not (type(value) in (int, float) and value > 0):
+  if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
     raise ValueError(f'{name}={value!r}: must be a number above 0; check the config.')
   return value
 
@@ -413,13 +431,14 @@ def _positive(config, name, default=None):
 _IRRELEVANT = frozenset("""
 _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures
 attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
-chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
-early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder
-is_llama_config label2id length_penalty max_length min_length model_type no_repeat_ngram_size
-num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_scores
-pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty
-return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-transformers.js_config transformers_version typical_p use_bfloat16 use_cache
+chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
+do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+initializer_range is_decoder is_llama_config label2id length_penalty max_length min_length
+model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+use_bfloat16 use_cache
 """.split())

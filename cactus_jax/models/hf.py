@@ -86,9 +86,10 @@ def save(folder, model: Transformer, tokenizer=None, max_shard=4 * 10**9):
   Args: max_shard, bytes of one safetensors file, as many as are in memory at once; a larger weight has a file alone.
   Raises: ValueError if there is something at `folder`, or if a config.json cannot describe the model.
   """
+  check_tokenizer(tokenizer)
   if model.quantize:
-    raise ValueError(f'{folder}: weights in 8 bits have no form that transformers reads; load the model without '
-                     'quantize, then save it.')
+    raise ValueError(f'{folder}: weights in 8 bits have no form that transformers reads; save the model of '
+                     'floats that they were rounded from.')
   config = dataclasses.replace(model.config, kv_copies=1)
   described = to_hf_config(config, model.params.embed.dtype.name)
   with weights.new_folder(folder) as partial:
@@ -104,7 +105,10 @@ def save(folder, model: Transformer, tokenizer=None, max_shard=4 * 10**9):
       index |= dict.fromkeys(tensors, file)
       size += sum(array.nbytes for array in tensors.values())
       if jax.process_index() == 0:
-        safetensors.numpy.save_file(tensors, partial / file, metadata={'format': 'pt'})
+        try:
+          safetensors.numpy.save_file(tensors, partial / file, metadata={'format': 'pt'})
+        except (OSError, safetensors.SafetensorError) as error:
+          raise ValueError(f'{folder}: could not be written ({error}); is the disk full?') from error
     if jax.process_index() == 0:
       _write_json(partial / 'config.json', described)
       _write_json(partial / 'generation_config.json', {'eos_token_id': described['eos_token_id']})
@@ -112,6 +116,12 @@ def save(folder, model: Transformer, tokenizer=None, max_shard=4 * 10**9):
         _write_json(partial / INDEX, {'metadata': {'total_size': size}, 'weight_map': index})
       if tokenizer is not None:
         tokenizer.save_pretrained(partial)
+
+
+def check_tokenizer(tokenizer):
+  """Raises ValueError for what is neither None nor a tokenizer that can be saved."""
+  if tokenizer is not None and not hasattr(tokenizer, 'save_pretrained'):
+    raise ValueError(f'tokenizer={tokenizer!r:.60}: need a transformers tokenizer, as from load_tokenizer, or None.')
 
 
 def _shards(model, most):
@@ -158,12 +168,15 @@ def read_config(folder) -> ModelConfig:
 
 
 def _read_json(path):
-  if not path.exists():
+  if not path.is_file():
     raise ValueError(f'{path}: no such file; a checkpoint folder needs config.json and safetensors files.')
   try:
-    return json.loads(path.read_text(encoding='utf-8'))
-  except ValueError as error:
+    found = json.loads(path.read_text(encoding='utf-8'))
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}: not readable as JSON ({error}); download it again.') from error
+  if not isinstance(found, dict):
+    raise ValueError(f'{path}: holds {found!r:.40} where an object is needed; download it again.')
+  return found
 
 
 def _open_tensors(folder, stack):
@@ -196,7 +209,10 @@ def _weight_files(folder):
     pickled = weights.listed(sorted(path.name for path in folder.glob('*.bin')))
     advice = f'convert {pickled}, which can run code when read, to safetensors' if pickled else 'download it'
     raise ValueError(f'{folder}: has no model.safetensors, nor the index of shards; {advice}.')
-  shards = [folder / name for name in sorted(set(_read_json(index)['weight_map'].values()))]
+  listed = _read_json(index).get('weight_map')
+  if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+    raise ValueError(f'{index}: lacks the map from weights to files, weight_map; download it again.')
+  shards = [folder / pathlib.Path(name).name for name in sorted(set(listed.values()))]
   absent = [path.name for path in shards if not path.exists()]
   if absent:
     raise ValueError(f'{folder}: lacks {weights.listed(absent)}, which {index.name} lists; download them.')

@@ -2,8 +2,8 @@
 
 Weights have a scale for each output. Activations are rounded token by token as they come, to two digits of 8 bits: to
 one alone, the few large channels that language models have (Dettmers et al., 2022) leave too little for all others.
-Both digits are rows of one product of integers, which is exact. It costs little where reading the weights is what
-takes the time, and XLA is quicker with two rows than with one.
+Both digits are rows of one product of integers, which is exact, and costs little where reading the weights is what
+takes the time. One or two tokens on a CPU are not rounded at all: a product in floats is quicker there.
 """
 
 import functools

@@ -106,7 +106,7 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
   Args:
     q_BTGRH, k_BTGH, v_BTGH: of the new tokens, at consecutive positions in each row. (One that is read twice, at one
       position, counts twice and changes nothing.)
-    k_BGSH, v_BGSH: the cache, maybe `Int8`. positions_BT: i32[B, T].
+    k_BGSH, v_BGSH: the cache, of floats or `Int8`, as those of the new tokens are. positions_BT: i32[B, T].
     scale: of the scores; None is H^-1/2.
     cap: of the scores (`soft_cap`), or None.
     window: how many positions a query sees, its own included, or None for all.
@@ -130,10 +130,11 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
       seen_BTS &= positions_BT[..., None] - slots_BTS < window
     return jnp.where(jnp.repeat(seen_BTS, R, axis=1)[:, None], scores, -jnp.inf)
 
+  by_head = lambda new_BTGH: jax.tree.map(lambda x: x.swapaxes(1, 2), new_BTGH)
   slots_11S = jnp.arange(jax.tree.leaves(k_BGSH)[0].shape[2])[None, None]
   old_BGQS = scores(k_BGSH, slots_11S, jnp.broadcast_to(slots_11S < positions_BT[:, :1, None], (B, T, slots_11S.size)))
   new_BGQT = scores(
-      k_BTGH.swapaxes(1, 2), positions_BT[:, None], positions_BT[:, None] <= positions_BT[..., None])
+      by_head(k_BTGH), positions_BT[:, None], positions_BT[:, None] <= positions_BT[..., None])
   # A token sees itself, so the peak is finite.
   peak_BGQ1 = jnp.maximum(jnp.max(old_BGQS, axis=-1, keepdims=True), jnp.max(new_BGQT, axis=-1, keepdims=True))
   old_BGQS, new_BGQT = jnp.exp(old_BGQS - peak_BGQ1), jnp.exp(new_BGQT - peak_BGQ1)
@@ -146,7 +147,7 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
     return jax.lax.dot_general(
         weights_BGQS.astype(v_BGSH.dtype), v_BGSH, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
 
-  out_BGQH = (mean(old_BGQS, v_BGSH) + mean(new_BGQT, v_BTGH.swapaxes(1, 2))) / mass_BGQ1
+  out_BGQH = (mean(old_BGQS, v_BGSH) + mean(new_BGQT, by_head(v_BTGH))) / mass_BGQ1
   out_BGQH = out_BGQH.astype(q_BTGRH.dtype)
   return out_BGQH.reshape(B, G, T, R * H).swapaxes(1, 2).reshape(B, T, -1)
 

@@ -5,7 +5,7 @@ import os
 import pathlib
 
 from cactus_jax import checkpoint, sharding
-from cactus_jax.models import gguf, hf
+from cactus_jax.models import gguf, hf, weights
 from cactus_jax.models.transformer import Transformer
 
 
@@ -16,16 +16,17 @@ def load_transformer(source, *, mesh=None, dtype=None, quantize=None, kv_dtype=N
     dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere.
     mesh: devices that share the weights (`make_mesh`), or None: one device. Where heads, mlp or vocabulary do not share
       out over its `model` axis, each device computes with all of them, and a warning says so.
-    quantize: None, or 'int8': the matrices of the layers and the head are held as 8-bit integers with a scale for each
-      output, and multiply activations that are rounded likewise, token by token (`int8.py`). The embedding and norms
-      stay as they are; where the embedding serves as head, it gets a copy.
+    quantize: None, which keeps what was saved, or 'int8': the matrices of the layers and the head are held as 8-bit
+      integers with a scale for each output, and multiply activations that are rounded too (`int8.py`). The embedding
+      and norms stay as they are; where the embedding serves as head, it gets a copy.
     kv_dtype: None, the dtype of the weights, or 'int8': keys and values are cached with a scale for each head and
       position.
   Raises: ValueError for a source that is missing, damaged or of a model that is not implemented.
   """
   for name, value in (('quantize', quantize), ('kv_dtype', kv_dtype)):
     if value not in (None, 'int8'):
-      raise ValueError(f"{name}={value!r}: implemented are 'int8' and None, which keeps floats.")
+      raise ValueError(f"{name}={value!r}: implemented are 'int8' and None.")
+  weights.float_dtype(dtype)
   if mesh is not None:
     sharding.check_mesh(mesh)
   params, config = _format(source).load(source, dtype=dtype, mesh=mesh, quantize=quantize)
@@ -55,10 +56,12 @@ def default_model_path() -> pathlib.Path:
 
 def _format(source):
   """The module that reads `source`; raises for a path with nothing there."""
+  if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+    raise ValueError(f'{source!r}: need a hub id, a checkpoint folder or a .gguf file.')
   text = os.fspath(source)
   is_path = isinstance(source, os.PathLike) or text.startswith(('.', '/', '~')) or text.count(os.sep) > 1
   if (is_path or text.endswith('.gguf')) and not os.path.exists(os.path.expanduser(text)):
     raise ValueError(f'{text}: no such file or folder; pass a hub id, a checkpoint folder or a .gguf file.')
-  if text.endswith('.gguf'):
+  if text.lower().endswith('.gguf') and not os.path.isdir(os.path.expanduser(text)):
     return gguf
   return checkpoint if checkpoint.is_checkpoint(text) else hf

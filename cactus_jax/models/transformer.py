@@ -192,9 +192,9 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
     if config.qk_norm:
       qk = layers.norm_heads(qk, layer.q_norm, layer.k_norm, config.norm_eps, config.norm_offset)
     qk = layers.rope(qk, *(angles if window is None else local_angles))
-    k_BTGH, v_BTGH = qk[:, :, :, R], qkv[:, :, :, R + 1]
-    h_BTD = layers.attention(qk[:, :, :, :R], kv.as_read(k_BGSH, k_BTGH), kv.as_read(v_BGSH, v_BTGH), k_BGSH, v_BGSH,
-                             positions_BT, config.query_scale, config.attn_softcap, window)
+    k_BTGH, v_BTGH = kv.as_cached(k_BGSH, qk[:, :, :, R]), kv.as_cached(v_BGSH, qkv[:, :, :, R + 1])
+    h_BTD = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT,
+                             config.query_scale, config.attn_softcap, window)
     h_BTD = matmul(h_BTD, layer.o)
     x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_attn_norm) if config.post_norms else h_BTD))
     h_BTD = norm(x_BTD, layer.mlp_norm)

@@ -71,7 +71,9 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None, quan
 
 
 def to_int8(model):
-  """A Transformer of floats as one whose matrices are `Int8`."""
+  """A Transformer of floats as one whose matrices are `Int8`. Raises ValueError if they are."""
+  if model.quantize:
+    raise ValueError('the matrices of this model are 8-bit integers already; load it from floats to round them anew.')
   specs, tree = jax.tree_util.tree_flatten_with_path(transformer.abstract(model.config))
   leaves = [quantized(array, spec, model.mesh) if is_product(path, spec) else array
             for (path, spec), array in zip(specs, jax.tree.leaves(model.params), strict=True)]
@@ -92,7 +94,8 @@ def with_int8_head(params, config, mesh):
 
 def quantized(array, spec, mesh) -> int8.Int8:
   """The matrix of this spec as `Int8`, [in, out]."""
-  return _quantizer(spec.input_axis, None if mesh is None else sharding.tree_of(mesh, spec.as_int8()))(array)
+  quantizer = _quantizer(spec.input_axis, None if mesh is None else sharding.tree_of(mesh, spec.as_int8()))
+  return jax.block_until_ready(quantizer(array))
 
 
 @functools.cache
@@ -114,6 +117,8 @@ def _part(field, config, read, names, dtype, index):
   for name, run, offset in _runs(field, config, names, rows):
     for start, stop in chunks(run, others):
       piece = read(name, (slice(start + offset, stop + offset), *others))
+      if not np.isfinite(np.sum(piece, dtype=np.float32)):
+        raise ValueError(f'{name} has values that are infinite or no numbers; download the weights again.')
       _write(view[start - rows.start : stop - rows.start], piece)
   return out
 
@@ -178,11 +183,15 @@ def for_mesh(config, mesh):
 
 
 def float_dtype(dtype):
-  """The dtype of weights that were asked for in `dtype`, maybe None; raises for what is no float."""
-  dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise ValueError(f'dtype={dtype.name}: weights are kept as floats; use float32 or bfloat16.')
-  return dtype
+  """The dtype of weights that were asked for in `dtype`, maybe None; raises ValueError for one they cannot have."""
+  try:
+    found = default_dtype() if dtype is None else jnp.dtype(dtype)
+  except TypeError:
+    found = None
+  if found not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    raise ValueError(f'dtype={dtype if found is None else found.name!s}: weights are kept as floats; use float32, '
+                     'bfloat16 or float16.')
+  return found
 
 
 def default_dtype():
@@ -290,8 +299,11 @@ def import_transformers():
 def new_folder(folder):
   """A temporary folder beside `folder` that takes its place when all is written, and goes if that fails.
 
-  All processes must enter; the first makes and moves it. Raises ValueError if something is at `folder` already.
+  All processes must enter; the first makes and moves it. Raises ValueError if something is at `folder` already, or if
+  nothing can be made there.
   """
+  if not isinstance(folder, (str, os.PathLike)):
+    raise ValueError(f'{folder!r}: need the path of a new folder.')
   folder = pathlib.Path(folder).expanduser().absolute()
   first = jax.process_index() == 0
   taken, token = multihost_utils.broadcast_one_to_all(
@@ -299,10 +311,15 @@ def new_folder(folder):
   if taken:
     raise ValueError(f'{folder}: is there already; name a new folder, or remove it.')
   partial = folder.with_name(f'.{folder.name}.partial-{token:08x}')
-  try:
-    if first:
+  error = None
+  if first:
+    try:
       partial.mkdir(parents=True)
-    multihost_utils.sync_global_devices(f'{partial} is there')
+    except OSError as caught:
+      error = caught
+  if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+    raise ValueError(f'{folder}: no folder can be made there ({error or "see the first process"}); name another.')
+  try:
     yield partial
     multihost_utils.sync_global_devices(f'{partial} is written')
     if first:

@@ -245,10 +245,7 @@ def num_draft() -> int:
 
 def draft_mesh(mesh) -> jax.sharding.Mesh | None:
   """The mesh of the draft, if it is a model of its own: that of the verifier, or narrower by --draft_devices."""
-  if FLAGS.draft.partition(':')[0] in ('none', 'lookup', 'early_exit'):
-    for name in ('draft_devices', 'draft_quantize'):
-      if getattr(FLAGS, name) is not None:
-        raise ValueError(f'--{name} means nothing to --draft={FLAGS.draft}, which is no model of its own: drop it.')
+  _check_draft(FLAGS.draft)
   if FLAGS.draft_devices is None:
     return mesh
   if mesh is None:
@@ -259,6 +256,14 @@ def draft_mesh(mesh) -> jax.sharding.Mesh | None:
     raise ValueError(f'--draft_devices: {error}') from None
 
 
+def _check_draft(name):
+  """Raises ValueError for flags of draft models where the draft of this name is none."""
+  if name.partition(':')[0] in ('none', 'lookup', 'early_exit'):
+    for flag in ('draft_devices', 'draft_quantize'):
+      if getattr(FLAGS, flag) is not None:
+        raise ValueError(f'--{flag} means nothing to --draft={name}, which is no model of its own: drop it.')
+
+
 def draft(target, mesh=None):
   """The draft of --draft, on a mesh, and its tokenizer or None where it has none of its own."""
   return draft_named(FLAGS.draft, target, mesh)
@@ -266,6 +271,7 @@ def draft(target, mesh=None):
 
 def draft_named(name, target, mesh=None):
   """As `draft`, for a name of the same form."""
+  _check_draft(name)
   kind, _, layers = name.partition(':')
   if name == 'none':
     return None, None
