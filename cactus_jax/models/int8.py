@@ -35,7 +35,7 @@ def dequantize(x: Int8, axis):
   return x.values * jnp.expand_dims(x.scale, axis)
 
 
-LINES = 16
+LINES = 16  # of a matrix, which are added up in one go
 FINE = 254  # a step of the first digit is so many of the second, which holds half a step to either side
 
 
