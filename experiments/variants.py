@@ -30,7 +30,7 @@ from cactus_jax.models.config import FAMILIES, ModelConfig
 
 _VARIANTS = flags.DEFINE_list('variants', None, 'Which to compare with float32; by default all but bfloat16 on a CPU, '
                               'which has no arithmetic for it worth timing.')
-_REPEATS = flags.DEFINE_integer('repeats', 9, 'Turns of each arm.', 1, allow_override=True)
+_REPEATS = flags.DEFINE_integer('repeats', 9, 'Turns of each arm.', allow_override=True)
 _TOKENS = flags.DEFINE_integer('tokens', 256, 'Length of the greedy texts.', 2)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append the figures to.', allow_override=True)
 
@@ -235,8 +235,9 @@ def main():
   common.refuse(['stop', 'max_new_tokens', 'raw', 'seed'], 'texts are greedy, and as long as --tokens')
   common.refuse(common.MODEL_FLAGS, 'all are compared')
   check_names()
-  if common.num_draft() < 1:
-    raise ValueError(f'--num_draft={common.num_draft()}: need at least 1.')
+  for name, value in (('num_draft', common.num_draft()), ('repeats', _REPEATS.value)):
+    if value < 1:
+      raise ValueError(f'--{name}={value}: need at least 1.')
   store = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   source = common.verifier_source()
   plain, tokenizer = cj.load_transformer(source, dtype='float32'), cj.load_tokenizer(source)

@@ -321,7 +321,7 @@ OWN = ('--verifier_config={0}/big', '--draft_config={0}/small/config.json')
     (('--pair=qwen3-14b+0.6b', *OWN), 'are both given: choose one'),
     (('--pair=qwen3-14b+0.6b', '--collective_us=nan'), '--collective_us=nan: need a finite number'),
     (OWN[:1], '--verifier_config and --draft_config belong together.'),
-    (('--verifier_config={0}/odd', OWN[1]), "model_type='mamba': the supported families are"),
+    (('--verifier_config={0}/odd', OWN[1]), "model_type='mamba' has a recurrent state"),
     (('--verifier_config={0}/nowhere/config.json', OWN[1]), '/nowhere/config.json: no such file'),
     (('--verifier_config={0}/other.json', OWN[1]), '/other.json: need a config.json, or the folder that has one.'),
     ((*OWN, '--acceptance=0.5,1.5'), '--acceptance=0.5,1.5: need rates between 0 and 1.'),

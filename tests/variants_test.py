@@ -133,6 +133,8 @@ def test_prints_and_stores(cli, tmp_path):
     (['--quantize=int8'], '--quantize means nothing here: all are compared.'),
     (['--draft=none'], '--draft means nothing here: nothing is drafted.'),
     (['--tokens=1'], 'tokens'),
+    (['--repeats=0'], '--repeats=0: need at least 1.'),
+    (['--num_draft=0'], '--num_draft=0: need at least 1.'),
 ])
 def test_refuses(cli, arguments, text):
   code, out, err = cli(*arguments)
