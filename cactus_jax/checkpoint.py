@@ -52,8 +52,7 @@ def save_transformer(folder, model: Transformer, *, tokenizer=None):
     try:
       checkpointer.save(partial / PARAMS, args=ocp.args.PyTreeSave(arrays, save_args=chunks))
     except Exception as error:  # no common base
-      text = (str(error).splitlines() or [''])[0]
-      raise ValueError(f'{folder}: could not be written ({text:.160}); is the disk full?') from error
+      raise ValueError(f'{folder}: could not be written ({_first_line(error)}); is the disk full?') from error
     if jax.process_index() == 0:
       if tokenizer is not None:
         tokenizer.save_pretrained(partial)
@@ -86,9 +85,9 @@ def load(source, *, dtype=None, mesh=None, quantize=None) -> tuple[Params, Model
   with _explained(folder):
     found = _named(ocp.PyTreeCheckpointHandler().metadata(folder / PARAMS).tree)
     found = {name: (*leaf.shape, leaf.dtype.name) for name, leaf in found.items()}
-  _check(_named(transformer.abstract(stored, stored_as)), table, found, folder)
-  config = weights.for_mesh(stored, mesh)
-  abstract = _abstract(_named(transformer.abstract(stored, stored_as)), table, mesh)
+  needed = _named(transformer.abstract(stored, stored_as))
+  _check(needed, table, found, folder)
+  config, abstract = weights.for_mesh(stored, mesh), _abstract(needed, table, mesh)
   specs, tree = jax.tree_util.tree_flatten_with_path(transformer.abstract(config, stored_as))
   to_round = quantize if stored_as is None else None
   arrays = []
@@ -119,17 +118,15 @@ def _read_model(folder):
       raise ValueError(f'{folder}: lacks {name}, so it is no whole checkpoint; copy all of it, or {AGAIN}.')
   try:
     whole = json.loads(path.read_text(encoding='utf-8'))
-    if whole['format'] == FORMAT and whole['version'] > VERSION:
-      raise NotImplementedError(f'{path}: version {whole["version"]} of the format, of which {VERSION} is the last '
-                                'that is known here; install a newer cactus_jax.')
-    described = {name: whole[name] for name in ('config', 'quantize', 'weights')}
-    if (whole['format'], whole['version'], whole['checksum']) != (FORMAT, VERSION, _checksum(described)):
-      raise ValueError('its checksum is not that of what it holds')
-    return _from_json(described['config']), described['quantize'], described['weights']
-  except NotImplementedError as error:
-    raise ValueError(str(error)) from None
+    if whole['format'] != FORMAT or whole['version'] <= VERSION:
+      described = {name: whole[name] for name in ('config', 'quantize', 'weights')}
+      if (whole['format'], whole['version'], whole['checksum']) != (FORMAT, VERSION, _checksum(described)):
+        raise ValueError('its checksum is not that of what it holds')
+      return _from_json(described['config']), described['quantize'], described['weights']
   except (ValueError, TypeError, KeyError) as error:
     raise ValueError(f'{path}: damaged, or changed by hand ({error}); {AGAIN}.') from error
+  raise ValueError(f'{path}: version {whole["version"]} of the format, of which {VERSION} is the last that is known '
+                   'here; install a newer cactus_jax.')
 
 
 def _checksum(described):
@@ -222,6 +219,9 @@ def _explained(folder):
   try:
     yield
   except Exception as error:  # no common base: of Orbax, of tensorstore, of a JSON parser
-    text = (str(error).splitlines() or [''])[0]
-    raise ValueError(f'{folder}: {PARAMS} cannot be read ({type(error).__name__}: {text:.160}); if files are missing '
-                     f'or damaged, copy them again, or {AGAIN}.') from error
+    raise ValueError(f'{folder}: {PARAMS} cannot be read ({type(error).__name__}: {_first_line(error)}); if files are '
+                     f'missing or damaged, copy them again, or {AGAIN}.') from error
+
+
+def _first_line(error):
+  return (str(error).splitlines() or [''])[0][:160]

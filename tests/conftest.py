@@ -1,6 +1,7 @@
 """Strict mode, and the default model for the tests that need a real one."""
 
 import pathlib
+import sys
 
 import jax
 import pytest
@@ -24,6 +25,22 @@ def few_programs():
   yield
   if MAPS.exists() and MAPS.read_bytes().count(b'\n') > MANY_MAPS:
     jax.clear_caches()
+
+
+@pytest.fixture
+def run_program(monkeypatch, capsys):
+  """run_program(main, *argv, **options of lib.flags.run): exit code, standard output and standard error."""
+  from absl.testing import flagsaver
+  from lib import flags as common
+
+  def run(main, *argv, **options):
+    monkeypatch.setattr(sys, 'argv', list(argv))
+    capsys.readouterr()
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
+      common.run(main, **options)
+    return end.value.code or 0, *capsys.readouterr()
+
+  return run
 
 
 @pytest.fixture(scope='session')

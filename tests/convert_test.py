@@ -10,8 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
-from absl.testing import flagsaver
-from lib import flags as common
 
 import cactus_jax as cj
 from tests import checkpoints, fakes
@@ -22,20 +20,12 @@ spec.loader.exec_module(convert := importlib.util.module_from_spec(spec))
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(run_program, monkeypatch, tmp_path):
   """run(*arguments): exit code, standard output and standard error, in a folder with sources."""
   monkeypatch.chdir(tmp_path)
   checkpoints.write_folder(tmp_path / 'hf')
   fakes.byte_tokenizer().save_pretrained(tmp_path / 'hf')
-
-  def main(*arguments):
-    monkeypatch.setattr(sys, 'argv', ['convert.py', *arguments])
-    capsys.readouterr()
-    with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
-      common.run(convert.main, arguments=('SOURCE', 'DESTINATION'))
-    return end.value.code or 0, *capsys.readouterr()
-
-  return main
+  return lambda *arguments: run_program(convert.main, 'convert.py', *arguments, arguments=('SOURCE', 'DESTINATION'))
 
 
 def tensors_of(folder):

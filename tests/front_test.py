@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import sys
 
 import front
 import jax
@@ -10,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import app, flags
-from absl.testing import flagsaver
-from lib import flags as common
 from lib import record
 
 import cactus_jax as cj
@@ -266,7 +263,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def cli(tiny, monkeypatch, capsys, tmp_path):
+def cli(tiny, run_program, monkeypatch, tmp_path):
   """cli(*arguments): exit code, standard output and standard error of a run in tmp_path."""
   monkeypatch.setattr(front, 'CURVES', FEW)
   monkeypatch.setattr(front, 'PROMPTS', PROMPTS)
@@ -279,12 +276,8 @@ def cli(tiny, monkeypatch, capsys, tmp_path):
     places = [f'--{name}={tmp_path / value}' for name, value in
               (('laws', 'laws'), ('rows', 'rows.jsonl'), ('figure', 'front.png'))]
     usual = ['--raw', '--draft=early_exit:2', '--max_new_tokens=8', '--num_draft=2', '--num_prompts=3']
-    monkeypatch.setattr(sys, 'argv', ['front.py', *places, *usual, *arguments])
     front._models.cache_clear()
-    capsys.readouterr()
-    with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
-      common.run(front.main)
-    return end.value.code or 0, *capsys.readouterr()
+    return run_program(front.main, 'front.py', *places, *usual, *arguments)
 
   return run
 

@@ -63,16 +63,12 @@ def loaded(monkeypatch):
 
 
 @pytest.fixture
-def cli(loaded, monkeypatch, capsys):
+def cli(loaded, run_program, monkeypatch):
   """cli(*arguments, stdin=''): exit code, standard output and standard error of a run."""
 
   def run(*arguments, stdin=''):
-    monkeypatch.setattr(sys, 'argv', ['generate.py', *arguments])
     monkeypatch.setattr(sys, 'stdin', io.StringIO(stdin))
-    capsys.readouterr()
-    with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
-      common.run(generate.main, meshes=True)
-    return end.value.code or 0, *capsys.readouterr()
+    return run_program(generate.main, 'generate.py', *arguments, meshes=True)
 
   return run
 

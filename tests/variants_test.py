@@ -2,15 +2,12 @@
 
 import os
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import variants
-from absl.testing import flagsaver
-from lib import flags as common
 from lib import record
 
 import cactus_jax as cj
@@ -97,21 +94,13 @@ def test_there_is_a_small_model_of_every_family(family):
 
 
 @pytest.fixture
-def cli(tiny, monkeypatch, capsys):
+def cli(tiny, run_program, monkeypatch):
   """cli(*arguments): exit code, standard output and standard error of a run on the tiny model."""
   monkeypatch.setattr(cj, 'default_model_path', lambda: pathlib.Path('/models/tiny.gguf'))
   monkeypatch.setattr(cj, 'load_transformer', lambda source, **_: tiny)
   monkeypatch.setattr(cj, 'load_tokenizer', lambda source: fakes.byte_tokenizer())
   monkeypatch.setattr(variants, 'FAMILIES', ['qwen2'])
-
-  def run(*arguments):
-    monkeypatch.setattr(sys, 'argv', ['variants.py', '--tokens=4', '--repeats=1', *arguments])
-    capsys.readouterr()
-    with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
-      common.run(variants.main)
-    return end.value.code or 0, *capsys.readouterr()
-
-  return run
+  return lambda *arguments: run_program(variants.main, 'variants.py', '--tokens=4', '--repeats=1', *arguments)
 
 
 def test_prints_and_stores(cli, tmp_path):

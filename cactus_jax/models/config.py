@@ -84,6 +84,8 @@ def from_hf_config(config: dict) -> ModelConfig:
   for name, kind in _TYPES.items():
     if not isinstance(config.get(name), kind | None):
       raise ValueError(f'{name}={config[name]!r}: must be {_TYPE_NAMES[kind]}; check the config.')
+  if type(layers := config.get('num_hidden_layers')) is int and layers > MAX_LAYERS:
+    raise ValueError(f'num_hidden_layers={layers}: more than {MAX_LAYERS}; check the config.')
   if family in FAMILIES:
     return FAMILIES[family](config)
   supported = f'the supported families are {", ".join(FAMILIES)}'
@@ -196,13 +198,13 @@ def _qwen3(config):
 
 def _check_qwen(config, needs, **only):
   windows = ['sliding_window', 'max_window_layers']  # which say nothing unless use_sliding_window is true
-  used = config.get('use_sliding_window')
+  used, layers = config.get('use_sliding_window'), config.get('num_hidden_layers')
   _check(
       config,
       needs=[*needs, *windows] if used else needs,
       handles=['use_sliding_window', *windows, *(['layer_types'] if used else [])],
       hidden_act='silu',
-      layer_types=['full_attention'] * (config.get('num_hidden_layers') or 0),
+      layer_types=['full_attention'] * (layers if type(layers) is int else 0),
       **only,
   )
 
@@ -361,8 +363,6 @@ def _check(config, needs=(), handles=(), **only):
     raise ValueError(f'the config lacks {", ".join(missing)}: a {family} needs them; complete config.json.')
   for name in ('hidden_size', 'rms_norm_eps', 'rope_theta', 'rope_local_base_freq'):
     _positive(config, name)
-  if type(layers := config['num_hidden_layers']) is int and layers > MAX_LAYERS:
-    raise ValueError(f'num_hidden_layers={layers}: more than {MAX_LAYERS}; check the config.')
 
 
 def _plain(config, tied=False):
