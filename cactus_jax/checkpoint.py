@@ -118,7 +118,8 @@ def _read_model(folder):
       raise ValueError(f'{folder}: lacks {name}, so it is no whole checkpoint; copy all of it, or {AGAIN}.')
   try:
     whole = json.loads(path.read_text(encoding='utf-8'))
-    if whole['format'] != FORMAT or whole['version'] <= VERSION:
+    is_newer = whole['format'] == FORMAT and whole['version'] > VERSION
+    if not is_newer:
       described = {name: whole[name] for name in ('config', 'quantize', 'weights')}
       if (whole['format'], whole['version'], whole['checksum']) != (FORMAT, VERSION, _checksum(described)):
         raise ValueError('its checksum is not that of what it holds')

@@ -542,26 +542,23 @@ def test_batches_give_every_group_of_devices_a_share(parsed):
 
 
 @pytest.mark.parametrize('argument', ['--mesh_model=2', '--distributed', '--process_id=0', '--draft_devices=1'])
-def test_a_program_for_one_device_refuses_meshes(monkeypatch, capsys, argument):
-  monkeypatch.setattr(sys, 'argv', ['front.py', argument])
-  with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
-    common.run(lambda: pytest.fail('it ran'))
+def test_a_program_for_one_device_refuses_meshes(run_program, argument):
+  code, _, err = run_program(lambda: pytest.fail('it ran'), 'front.py', argument)
   name = argument.partition('=')[0]
-  assert end.value.code == 2
-  assert capsys.readouterr().err == f'error: {name} means nothing here: this program runs on one device.\n'
+  assert code == 2
+  assert err == f'error: {name} means nothing here: this program runs on one device.\n'
 
 
-def test_a_note_is_shown_once(monkeypatch, capsys):
+def test_a_note_is_shown_once(run_program):
   def main():
     for rows in (3, 5, 3):
       warnings.warn(f'{rows} rows do not split', stacklevel=1)
     warnings.warn('another thing', stacklevel=1)
 
-  monkeypatch.setattr(sys, 'argv', ['front.py'])
-  with flagsaver.flagsaver(), warnings.catch_warnings(), pytest.raises(SystemExit):
+  with warnings.catch_warnings():
     warnings.simplefilter('always')
-    common.run(main)
-  assert capsys.readouterr().err == 'Note: 3 rows do not split\nNote: another thing\n'
+    _, _, err = run_program(main, 'front.py')
+  assert err == 'Note: 3 rows do not split\nNote: another thing\n'
 
 
 def stats(**changes):
