@@ -10,6 +10,7 @@ Markov chain in the tests another. Without a draft the same code is plain autore
 import dataclasses
 import enum
 import functools
+import typing
 from typing import Any, Protocol
 
 import flax.struct
@@ -43,6 +44,17 @@ class LanguageModel(Protocol):
     """A cache for `length` positions of `batch` rows."""
 
 
+@typing.runtime_checkable
+class HiddenReader(Protocol):
+  """A draft model that also reads what the verifier made of the text: its hidden states, from its cache.
+
+  The verifier's `init_cache` must take hidden=True.
+  """
+
+  def observe(self, cache, target_cache) -> Any:
+    """The draft's cache with the hidden states in the verifier's, valid where that is."""
+
+
 class Finish(enum.IntEnum):
   """Why a row ended; RUNNING while it has not."""
 
@@ -65,6 +77,7 @@ class DecodeConfig:
   pad_id: int = 0
   ledger: bool = False  # whether to account for what the rule spends
   block_verification: bool = False  # whether prefixes are judged as a whole; for rules with a fixed target
+  hidden: bool = False  # whether the verifier's cache keeps hidden states, as it does for a draft that reads them
 
   def __post_init__(self):
     if self.num_draft < 1:
@@ -97,7 +110,7 @@ class DecodeState:
   """The carry of the loop; donated.
 
   Invariant: tokens[b, :length[b]] is final. The target's cache is valid for positions < length - 1, the draft's for
-  positions < length - 2. Whatever lies beyond is overwritten before it can be attended to, so moving `length` is the
+  positions < length - 2 (of a `HiddenReader` < length - 1 - K). Whatever lies beyond is overwritten before it can be attended to, so moving `length` is the
   whole of commit and rollback.
   """
 
@@ -122,6 +135,7 @@ class StepInfo:
 
   draft: Draft
   target_probs: jax.Array  # f32[B, K+1, V]
+  target_logits: jax.Array  # f32[B, K+1, V]
   verdict: Verdict
 
 
@@ -182,6 +196,12 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
   B, P = prompt_BP.shape
   S, K = config.capacity, _num_draft(draft, config)
   full = (length >= jnp.minimum(limit, config.max_length))
+  hidden = config.hidden or isinstance(draft, HiddenReader)
+  target_cache = _read(target, prompt_BP, target.init_cache(B, S, hidden=True) if hidden else target.init_cache(B, S))
+  draft_cache = None
+  if _is_model(draft):
+    see = functools.partial(_see, draft, target_cache=target_cache)
+    draft_cache = _read(draft, prompt_BP, draft.init_cache(B, S), see)
   return DecodeState(
       tokens=jnp.pad(prompt_BP, ((0, 0), (0, S - P)), constant_values=config.pad_id),
       length=length,
@@ -191,8 +211,8 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
           full, jnp.where(length >= limit, Finish.LENGTH, Finish.CACHE_FULL), Finish.RUNNING).astype(jnp.int32),
       keys=keys,
       round=jnp.zeros(B, jnp.int32),
-      target_cache=_read(target, prompt_BP, S),
-      draft_cache=_read(draft, prompt_BP, S) if _is_model(draft) else None,
+      target_cache=target_cache,
+      draft_cache=draft_cache,
       from_draft=jnp.zeros((B, S), bool),
       logprobs=jnp.zeros((B, S), jnp.float32),
       ledger=ledger_lib.empty(B, S) if config.ledger else None,
@@ -200,20 +220,24 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
   )
 
 
-def _read(model, prompt_BP, capacity):
+def _read(model, prompt_BP, cache, see=lambda cache: cache):
   """The model's cache after the prompt. Padding is read too: what it writes is garbage beyond the row's length."""
   B, P = prompt_BP.shape
   pieces, cut = P // PREFILL_CHUNK, P - P % PREFILL_CHUNK
-  cache = model.init_cache(B, capacity)
 
   def read(cache, start, tokens_BT):
     positions_BT = jnp.broadcast_to(start + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    return model(tokens_BT, positions_BT, cache)[1]  # unused logits are never computed
+    return model(tokens_BT, positions_BT, see(cache))[1]  # unused logits are never computed
 
   if pieces:
     starts, tokens = jnp.arange(0, cut, PREFILL_CHUNK), prompt_BP[:, :cut].reshape(B, pieces, -1).swapaxes(0, 1)
     cache, _ = jax.lax.scan(lambda cache, piece: (read(cache, *piece), None), cache, (starts, tokens))
   return read(cache, cut, prompt_BP[:, cut:]) if cut < P else cache
+
+
+def _see(draft, cache, target_cache):
+  """The cache of a draft before it reads text that the verifier has read."""
+  return draft.observe(cache, target_cache) if isinstance(draft, HiddenReader) else cache
 
 
 def _is_model(draft):
@@ -228,7 +252,8 @@ def propose(draft, sampling, state, keys, config):
   """Up to K tokens for each row with their laws, and the draft's cache.
 
   A draft model first re-reads the last two tokens of the text: after a round in which everything was kept it has not
-  seen the last drafted one, and reading two always is cheaper than telling the cases apart.
+  seen the last drafted one, and reading two always is cheaper than telling the cases apart. One that reads hidden
+  states re-reads all that a round may have added, for which it had none.
   """
   if draft is None:
     B = state.length.shape[0]
@@ -239,18 +264,23 @@ def propose(draft, sampling, state, keys, config):
     return draft.propose(state.tokens, state.length, config.num_draft, config.vocab_size), None
 
   uniforms_BK = uniforms(keys, Role.DRAFT, config.num_draft)
-  last_two_B2 = jnp.maximum(state.length[:, None] - 2 + jnp.arange(2)[None], 0)
-  logits_BTV, cache = draft(jnp.take_along_axis(state.tokens, last_two_B2, axis=1), last_two_B2, state.draft_cache)
+  back = config.num_draft + 1 if isinstance(draft, HiddenReader) else 2
+  # A text shorter than that is read from its start; what follows its end is overwritten.
+  first_B1 = jnp.maximum(state.length[:, None] - back, 0)
+  last_BT = first_B1 + jnp.arange(back)[None]
+  cache = _see(draft, state.draft_cache, state.target_cache)
+  logits_BTV, cache = draft(jnp.take_along_axis(state.tokens, last_BT, axis=1), last_BT, cache)
+  logits_BTV = jnp.take_along_axis(logits_BTV, (state.length[:, None] - 1 - first_B1)[..., None], axis=1)
 
-  def draw(logits_BTV, uniform_B):
-    probs_BV = to_probs(_masked(logits_BTV[:, -1:], config), sampling)[:, 0]
+  def draw(logits_B1V, uniform_B):
+    probs_BV = to_probs(_masked(logits_B1V, config), sampling)[:, 0]
     return sampling_lib.sample(probs_BV, uniform_B), probs_BV
 
   def next_slot(carry, slot_uniform):
     token_B, cache = carry
     slot, uniform_B = slot_uniform
-    logits_BTV, cache = draft(token_B[:, None], (state.length + slot)[:, None], cache)
-    token_B, probs_BV = draw(logits_BTV, uniform_B)
+    logits_B1V, cache = draft(token_B[:, None], (state.length + slot)[:, None], cache)
+    token_B, probs_BV = draw(logits_B1V, uniform_B)
     return (token_B, cache), (token_B, probs_BV)
 
   first_B, first_BV = draw(logits_BTV, uniforms_BK[:, 0])
@@ -386,7 +416,7 @@ def _decode_step(target, draft, rule, sampling, state, config):
       ledger, rule, charges, drafted, target_probs, judged_probs, *round)
   state = commit(state, drafted, verdict, target_probs, logits_BTV, keep_books, config)
   state = state.replace(target_cache=target_cache, draft_cache=draft_cache)
-  return state, StepInfo(draft=drafted, target_probs=target_probs, verdict=verdict)
+  return state, StepInfo(draft=drafted, target_probs=target_probs, target_logits=logits_BTV, verdict=verdict)
 
 
 def _judged(rule, target_probs, logits_BTV):

@@ -17,6 +17,7 @@ class KVCache:
 
   k: tuple[jax.Array | Int8, ...]  # per layer [B, G, S, H]; Int8: with a scale for each key head and position
   v: tuple[jax.Array | Int8, ...]
+  hidden: jax.Array | None = None  # [B, S, D] what the head is given at each position, for drafts that read it
 
 
 def init(config, batch, length, dtype, mesh=None):
@@ -27,6 +28,18 @@ def init(config, batch, length, dtype, mesh=None):
                    zeros(shape, dtype))
   return KVCache(k=tuple(empty() for _ in range(config.num_layers)),
                  v=tuple(empty() for _ in range(config.num_layers)))
+
+
+def init_hidden(config, batch, length, dtype, mesh=None):
+  """Room for the hidden states of `length` positions a row."""
+  return sharding.constrain(jnp.zeros((batch, length, config.embed_dim), dtype), mesh, 'batch', None, None)
+
+
+def write_hidden(hidden_BSD, new_BTD, positions_BT, mesh=None):
+  """The hidden states with each row's T new ones at that row's own positions; one beyond is dropped."""
+  rows_B1 = jnp.arange(hidden_BSD.shape[0])[:, None]
+  written = hidden_BSD.at[rows_B1, positions_BT].set(new_BTD.astype(hidden_BSD.dtype), mode='drop')
+  return sharding.constrain(written, mesh, 'batch', None, None)
 
 
 def write(cached, new_BTGH, positions_BT, mesh=None):

@@ -142,9 +142,11 @@ class Transformer:
     """'int8' if its matrices are 8-bit integers, else None."""
     return 'int8' if isinstance(self.params.head, Int8) else None
 
-  def init_cache(self, batch, length):
-    """An empty cache."""
-    return kv.init(self.config, batch, length, jnp.dtype(self.kv_dtype or self.params.embed.dtype), self.mesh)
+  def init_cache(self, batch, length, hidden=False):
+    """An empty cache; hidden: one that keeps the last hidden state of each position too."""
+    dtype = self.params.embed.dtype
+    cache = kv.init(self.config, batch, length, jnp.dtype(self.kv_dtype or dtype), self.mesh)
+    return cache.replace(hidden=kv.init_hidden(self.config, batch, length, dtype, self.mesh)) if hidden else cache
 
   def early_exit(self, num_layers):
     """The draft made of this model's first `num_layers` layers with its own norm and head; weights are shared.
@@ -165,7 +167,20 @@ class Transformer:
 
 def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
   """One pass over T new tokens a row; see `Transformer.__call__`."""
-  B, T = tokens_BT.shape
+  x_BTD = embed(params, config, tokens_BT, mesh)
+  x_BTD, cache = run_layers(params, config, x_BTD, positions_BT, cache, mesh)
+  return logits(params, config, x_BTD, mesh), cache
+
+
+def embed(params, config, tokens_BT, mesh=None):
+  """What enters the first layer, [B, T, D]."""
+  x_BTD = sharding.constrain(params.embed[tokens_BT], mesh, 'batch', None, None)
+  return x_BTD if config.embed_scale is None else x_BTD * jnp.asarray(config.embed_scale, x_BTD.dtype)
+
+
+def run_layers(params, config, x_BTD, positions_BT, cache, mesh=None):
+  """What leaves the last layer and the final norm, the hidden state [B, T, D], and the cache with these tokens."""
+  B, T = positions_BT.shape
   R = config.num_heads // config.cache_heads
   rows = sharding.batch_per_device(mesh, B) * T
   matmul = functools.partial(layers.matmul, rows=rows)
@@ -178,9 +193,6 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
   norm = functools.partial(layers.rms_norm, eps=config.norm_eps, offset=config.norm_offset)
   windows = config.windows or (None,) * config.num_layers
   whole = lambda x_BTD: sharding.constrain(x_BTD, mesh, 'batch', None, None)
-  x_BTD = whole(params.embed[tokens_BT])
-  if config.embed_scale is not None:
-    x_BTD *= jnp.asarray(config.embed_scale, x_BTD.dtype)
   new_k, new_v = [], []
   for layer, window, k_BGSH, v_BGSH in zip(params.layers, windows, cache.k, cache.v, strict=True):
     # The barrier keeps XLA's TPU backend from laying the matrix out anew, in each step, to suit the reshape below.
@@ -203,9 +215,16 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
     new_k.append(kv.write(k_BGSH, k_BTGH, positions_BT, mesh))
     new_v.append(kv.write(v_BGSH, v_BTGH, positions_BT, mesh))
   x_BTD = norm(x_BTD, params.final_norm)
+  hidden = None if cache.hidden is None else kv.write_hidden(cache.hidden, x_BTD, positions_BT, mesh)
+  return x_BTD, kv.KVCache(k=tuple(new_k), v=tuple(new_v), hidden=hidden)
+
+
+def logits(params, config, hidden_BTD, mesh=None):
+  """f32[B, T, V] of hidden states, whole rows on a device."""
+  B, T, _ = hidden_BTD.shape
   head_VD = params.embed if params.head is None else params.head
-  logits_BTV = sharding.constrain(layers.logits(x_BTD, head_VD, rows), mesh, 'batch', None, 'vocab')
+  rows = sharding.batch_per_device(mesh, B) * T
+  logits_BTV = sharding.constrain(layers.logits(hidden_BTD, head_VD, rows), mesh, 'batch', None, 'vocab')
   if config.logit_softcap is not None:
     logits_BTV = layers.soft_cap(logits_BTV, config.logit_softcap)
-  logits_BTV = sharding.by_row(logits_BTV, mesh)
-  return logits_BTV, kv.KVCache(k=tuple(new_k), v=tuple(new_v))
+  return sharding.by_row(logits_BTV, mesh)
