@@ -10,7 +10,6 @@ Markov chain in the tests another. Without a draft the same code is plain autore
 import dataclasses
 import enum
 import functools
-import typing
 from typing import Any, Protocol
 
 import flax.struct
@@ -44,12 +43,13 @@ class LanguageModel(Protocol):
     """A cache for `length` positions of `batch` rows."""
 
 
-@typing.runtime_checkable
-class HiddenReader(Protocol):
+class HiddenReader(LanguageModel, Protocol):
   """A draft model that also reads what the verifier made of the text: its hidden states, from its cache.
 
   The verifier's `init_cache` must take hidden=True.
   """
+
+  reads_hidden: bool  # a model without it, or with False, reads none
 
   def observe(self, cache, target_cache) -> Any:
     """The draft's cache with the hidden states in the verifier's, valid where that is."""
@@ -110,8 +110,8 @@ class DecodeState:
   """The carry of the loop; donated.
 
   Invariant: tokens[b, :length[b]] is final. The target's cache is valid for positions < length - 1, the draft's for
-  positions < length - 2 (of a `HiddenReader` < length - 1 - K). Whatever lies beyond is overwritten before it can be attended to, so moving `length` is the
-  whole of commit and rollback.
+  positions < length - 2 (of a `HiddenReader` < length - 1 - K). Whatever lies beyond is overwritten before it can be
+  attended to, so moving `length` is the whole of commit and rollback.
   """
 
   tokens: jax.Array  # i32[B, S]
@@ -161,6 +161,17 @@ def prefill(target, draft, prompt_BP, length, keys, limit, config) -> DecodeStat
   return _program(_prefill, layout)(target, draft, prompt_BP, as_int(length), keys, as_int(limit), config)
 
 
+@functools.partial(jax.jit, donate_argnames='state')
+def replace_rows(state, rows, fresh) -> DecodeState:
+  """The state with other texts in some of its rows, as when those have ended: continuous batching.
+
+  Args:
+    state: donated. rows: i32[N], which; one that is no row is left out.
+    fresh: the state of N rows, from `prefill` with the same models and a config of the same size.
+  """
+  return jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop'), state, fresh)
+
+
 def prefill_layout(rows, config) -> DecodeState:
   """How the first state is split over devices: rows as the prompts are, caches where their models put them."""
   parts = {field.name: rows for field in dataclasses.fields(DecodeState)}
@@ -196,7 +207,7 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
   B, P = prompt_BP.shape
   S, K = config.capacity, _num_draft(draft, config)
   full = (length >= jnp.minimum(limit, config.max_length))
-  hidden = config.hidden or isinstance(draft, HiddenReader)
+  hidden = config.hidden or _reads_hidden(draft)
   target_cache = _read(target, prompt_BP, target.init_cache(B, S, hidden=True) if hidden else target.init_cache(B, S))
   draft_cache = None
   if _is_model(draft):
@@ -237,7 +248,11 @@ def _read(model, prompt_BP, cache, see=lambda cache: cache):
 
 def _see(draft, cache, target_cache):
   """The cache of a draft before it reads text that the verifier has read."""
-  return draft.observe(cache, target_cache) if isinstance(draft, HiddenReader) else cache
+  return draft.observe(cache, target_cache) if _reads_hidden(draft) else cache
+
+
+def _reads_hidden(draft):
+  return getattr(draft, 'reads_hidden', False)
 
 
 def _is_model(draft):
@@ -264,7 +279,7 @@ def propose(draft, sampling, state, keys, config):
     return draft.propose(state.tokens, state.length, config.num_draft, config.vocab_size), None
 
   uniforms_BK = uniforms(keys, Role.DRAFT, config.num_draft)
-  back = config.num_draft + 1 if isinstance(draft, HiddenReader) else 2
+  back = config.num_draft + 1 if _reads_hidden(draft) else 2
   # A text shorter than that is read from its start; what follows its end is overwritten.
   first_B1 = jnp.maximum(state.length[:, None] - back, 0)
   last_BT = first_B1 + jnp.arange(back)[None]

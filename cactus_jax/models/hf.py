@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import zlib
 
 import huggingface_hub
 import jax
@@ -61,7 +62,7 @@ def load(source, *, dtype=None, mesh=None, quantize=None) -> tuple[Params, Model
     stored = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
     read = lambda name, index: files[name].get_slice(name)[index]
     params = weights.assemble(
-        config, _names(config), stored, read, source=folder, dtype=dtype, mesh=mesh, quantize=quantize)
+        config, names_of(config), stored, read, source=folder, dtype=dtype, mesh=mesh, quantize=quantize)
   return params, config
 
 
@@ -100,7 +101,7 @@ def save(folder, model: Transformer, tokenizer=None, max_shard=4 * 10**9):
       tensors = {}
       for path, spec, array in shard:
         array = sharding.fetch(weights.without_copies(model.config, spec, array))
-        stored = weights.to_stored(config, _names(config), path, array)
+        stored = weights.to_stored(config, names_of(config), path, array)
         tensors |= {name: np.ascontiguousarray(array) for name, array in stored.items()}
       index |= dict.fromkeys(tensors, file)
       size += sum(array.nbytes for array in tensors.values())
@@ -124,6 +125,11 @@ def check_tokenizer(tokenizer):
     raise ValueError(f'tokenizer={tokenizer!r:.60}: need a transformers tokenizer, as from load_tokenizer, or None.')
 
 
+def digest(tokenizer) -> int:
+  """A number that tells tokenizers apart: of all tokens in the order of their ids."""
+  return zlib.crc32('\n'.join(map(str, tokenizer.convert_ids_to_tokens(range(len(tokenizer))))).encode())
+
+
 def _shards(model, most):
   """Lists of (path, spec, array), each of at most so many bytes."""
   specs = jax.tree_util.tree_flatten_with_path(transformer.abstract(model.config))[0]
@@ -136,7 +142,8 @@ def _shards(model, most):
   return shards
 
 
-def _names(config):
+def names_of(config) -> dict[str, str]:
+  """Our name of a weight -> the one in a checkpoint of this family."""
   return POST_NORM_NAMES if config.post_norms else NAMES
 
 

@@ -205,18 +205,27 @@ def run_layers(params, config, x_BTD, positions_BT, cache, mesh=None):
       qk = layers.norm_heads(qk, layer.q_norm, layer.k_norm, config.norm_eps, config.norm_offset)
     qk = layers.rope(qk, *(angles if window is None else local_angles))
     k_BTGH, v_BTGH = kv.as_cached(k_BGSH, qk[:, :, :, R]), kv.as_cached(v_BGSH, qkv[:, :, :, R + 1])
-    h_BTD = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT,
-                             config.query_scale, config.attn_softcap, window)
+    new_k.append(kv.write(k_BGSH, k_BTGH, positions_BT, mesh))
+    new_v.append(kv.write(v_BGSH, v_BTGH, positions_BT, mesh))
+    h_BTD = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, _either(k_BGSH, new_k[-1]), _either(v_BGSH, new_v[-1]),
+                             positions_BT, config.query_scale, config.attn_softcap, window)
     h_BTD = matmul(h_BTD, layer.o)
     x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_attn_norm) if config.post_norms else h_BTD))
     h_BTD = norm(x_BTD, layer.mlp_norm)
     h_BTD = layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down, config.activation, rows)
     x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_mlp_norm) if config.post_norms else h_BTD))
-    new_k.append(kv.write(k_BGSH, k_BTGH, positions_BT, mesh))
-    new_v.append(kv.write(v_BGSH, v_BTGH, positions_BT, mesh))
   x_BTD = norm(x_BTD, params.final_norm)
   hidden = None if cache.hidden is None else kv.write_hidden(cache.hidden, x_BTD, positions_BT, mesh)
   return x_BTD, kv.KVCache(k=tuple(new_k), v=tuple(new_v), hidden=hidden)
+
+
+def _either(old, new):
+  """The cache to attend to: where these tokens stand in it, it is masked, so both come to the same.
+
+  XLA's CPU backend would copy the old one, which it is about to write to; its TPU backend would bring all of the new
+  one to VMEM and back.
+  """
+  return jax.lax.platform_dependent(old, new, cpu=lambda old, new: new, default=lambda old, new: old)
 
 
 def logits(params, config, hidden_BTD, mesh=None):

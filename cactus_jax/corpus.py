@@ -1,0 +1,383 @@
+"""Conversations that a verifier writes itself, with its laws: what its draft is distilled from.
+
+The verifier first writes a user's turn, where its chat template expects one, then answers it; or it answers prompts
+that are given. At each token of an answer its likeliest tokens are kept with their log-probabilities, and at each
+position its last hidden state if wanted, so that the verifier never has to read the text again. Rows that end are
+replaced, so that none waits for the longest.
+
+A corpus is a folder of shards, each of which appears under its name only when it is whole: `shard-00000.npz` with
+  index i32[N], the number of each conversation; dropped i32[], those that were not kept; digest u32[N], of prompts
+  prompt_length, length i32[N], tokens; length counts prompt and answer
+  tokens i32[sum length], one conversation after another
+  top_ids i32[sum (length - prompt_length), top], top_logprobs f16[...]: of the law of each answered token, T = 1, nats
+  hidden f16[sum length, D], of each position but the last of a conversation, which the verifier has not read
+and `corpus.json`, which has the settings that all shards share.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import zipfile
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cactus_jax import decode, text
+from cactus_jax.decode import DecodeConfig, Finish
+from cactus_jax.models import hf
+from cactus_jax.rules import Exact
+from cactus_jax.sampling import SamplingParams
+
+SETTINGS = 'corpus.json'
+SHARD = 128  # conversations a file
+DISTINCT = 0.5  # an answer with a smaller share of distinct runs of four tokens is a loop, and is dropped
+MARK = 'MARKmarkMARK'  # stands for the user's turn in a chat template
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What a corpus is made with. Raises ValueError for what makes no corpus."""
+
+  temperatures: tuple[float, ...] = (0.6, 0.6, 0.6, 1.0)  # of answers, in turn
+  ask_temperature: float = 1.0  # of user's turns
+  top_k: int = 20
+  top_p: float = 0.95
+  top: int = 32  # likeliest tokens whose log-probabilities are kept
+  hidden: bool = True  # whether hidden states are kept
+  max_prompt: int = 144  # tokens, template included
+  max_answer: int = 240  # tokens
+  seed: int = 0
+  raw: bool = False  # without a chat template: the text goes on from the prompt, or from its first token
+
+  def __post_init__(self):
+    for name in ('top', 'max_prompt', 'max_answer'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name}={getattr(self, name)}: need at least 1.')
+    if not self.temperatures:
+      raise ValueError('temperatures is empty: need at least one.')
+    if not self.top_k <= self.top:
+      raise ValueError(f'top_k={self.top_k}: the laws are kept of {self.top} tokens, so it can be at most that.')
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+  """One conversation of a corpus; see the file's head."""
+
+  index: int
+  prompt_length: int
+  tokens: np.ndarray
+  top_ids: np.ndarray
+  top_logprobs: np.ndarray
+  hidden: np.ndarray | None
+
+
+@dataclasses.dataclass
+class _Row:
+  """What stands in a row of the batch."""
+
+  index: int
+  asks: bool  # whether it writes the user's turn
+  prompt: list[int]
+
+
+def write(folder, target, tokenizer, prompts=(), *, num_tokens, settings=Settings(), batch=64, progress=None):
+  """Lets the verifier write conversations until the folder has num_tokens answered tokens; goes on where it stopped.
+
+  Args:
+    prompts: strings or conversations that are answered, every second turn as long as there are some; the verifier
+      writes all others itself.
+    batch: rows decoded together.
+    progress: called with the number of answered tokens in the folder and in memory.
+  Raises: ValueError for a folder with other settings, a tokenizer without chat template (unless settings.raw), prompts
+    that are longer than settings.max_prompt.
+  """
+  folder = pathlib.Path(folder)
+  prepare(folder, settings, target, tokenizer)
+  job = _Job(folder, target, tokenizer, prompts, settings, batch)
+  while job.num_tokens < num_tokens:
+    job.step()
+    if progress is not None:
+      progress(job.num_tokens)
+  job.save()
+
+
+def prepare(folder, settings, target, tokenizer):
+  """Makes the folder of a corpus, or sees that it is one of the same settings. Raises ValueError if it is not."""
+  longest = settings.max_prompt + settings.max_answer
+  if longest > target.config.max_length:
+    raise ValueError(f'max_prompt={settings.max_prompt} and max_answer={settings.max_answer} are {longest} tokens, the '
+                     f'context of the verifier is {target.config.max_length}.')
+  ours = dataclasses.asdict(settings) | {
+      'temperatures': list(settings.temperatures), 'vocab_size': target.config.vocab_size,
+      'embed_dim': target.config.embed_dim, 'tokenizer': hf.digest(tokenizer)}
+  path = folder / SETTINGS
+  if path.exists():
+    try:
+      theirs = json.loads(path.read_text(encoding='utf-8'))
+    except ValueError as error:
+      raise ValueError(f'{path}: damaged ({error}); choose another folder.') from None
+    other = [f'{name} is {theirs.get(name)!r} there and {value!r} here' for name, value in ours.items()
+             if theirs.get(name) != value]
+    if other:
+      raise ValueError(f'{folder} holds a corpus of other settings ({"; ".join(other)}): choose another folder.')
+    return
+  if shards(folder):
+    raise ValueError(f'{folder}: holds shards without {SETTINGS}; choose another folder.')
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f'.{path.name}.partial')
+    partial.write_text(json.dumps(ours, indent=1), encoding='utf-8')
+    os.replace(partial, path)
+  except OSError as error:
+    raise ValueError(f'{folder}: could not be written ({error}).') from error
+
+
+class _Job:
+  """A corpus in the making: the rows that are decoded, what waits for one, and what waits for a file."""
+
+  def __init__(self, folder, target, tokenizer, prompts, settings, batch):
+    self._folder, self._target, self._tokenizer, self._settings = folder, target, tokenizer, settings
+    self._opening = opening(tokenizer, settings.raw)
+    encoded = text.encode(prompts, tokenizer, settings.raw) if prompts else []
+    self._given = [prompt for prompt in encoded if len(prompt) <= settings.max_prompt]
+    if encoded and not self._given:
+      raise ValueError(f'all {len(encoded)} prompts are longer than max_prompt={settings.max_prompt} tokens.')
+    self._config = DecodeConfig(
+        num_draft=1,
+        max_length=settings.max_prompt + settings.max_answer,
+        vocab_size=len(tokenizer),
+        eos_ids=tuple(sorted({*target.config.eos_ids, tokenizer.eos_token_id} - {None})),
+        hidden=settings.hidden)
+    self._taken, self._digests, self.num_tokens, self._num_shards = set(), set(), 0, 0
+    for path in shards(folder):
+      with np.load(path) as shard:
+        self._taken |= {*shard['index'].tolist(), *shard['dropped'].tolist()}
+        self._digests |= set(shard['digest'].tolist())
+        self.num_tokens += int((shard['length'] - shard['prompt_length']).sum())
+      self._num_shards += 1
+    self._numbers = (i for i in itertools.count() if i not in self._taken)
+    self._waiting = collections.deque()  # answers whose prompt has been written
+    self._kept, self._dropped = [], []  # since the last shard
+
+    self._rows: list[_Row | None] = [None] * batch
+    self._temperature = np.ones(batch, np.float32)
+    self._count = np.zeros(batch, np.int64)  # laws of each row so far
+    room = (batch, max(settings.max_answer, settings.max_prompt), settings.top)
+    self._top_ids, self._top_logprobs = np.zeros(room, np.int32), np.zeros(room, np.float16)
+    self._entering = max(batch // 8, 1)  # rows that are filled together
+    # Every user's turn begins in the same way, which is read once.
+    self._asking = self._prefill([_Row(0, True, self._opening)] * self._entering)
+    idle = self._prefill([_Row(0, True, self._opening[:1])] * batch)
+    self._state = idle.replace(done=jnp.ones(batch, bool))
+    self._fill()
+
+  def step(self):
+    """One token of every row; rows that have ended make room for others."""
+    sampling = SamplingParams(temperature=self._temperature, top_k=self._settings.top_k, top_p=self._settings.top_p)
+    self._state, seen = _step(self._target, sampling, self._state, self._config, self._settings.top)
+    done, top_ids, top_logprobs = jax.device_get(seen)
+    live = np.flatnonzero([row is not None for row in self._rows])
+    self._top_ids[live, self._count[live]] = top_ids[live]
+    self._top_logprobs[live, self._count[live]] = top_logprobs[live]
+    self._count[live] += 1
+    if done[live].any():
+      self._receive(live[done[live]])
+      if sum(row is None for row in self._rows) >= self._entering:
+        self._fill()
+
+  def save(self):
+    """Writes what has ended since the last shard to one of its own."""
+    if not self._kept and not self._dropped:
+      return
+    join = lambda name, dtype: np.concatenate([np.asarray(getattr(one, name), dtype) for one in self._kept] or [[]])
+    contents = {
+        'index': np.array([one.index for one in self._kept], np.int32),
+        'dropped': np.array(self._dropped, np.int32),
+        'digest': np.array([self._digest(one) for one in self._kept], np.uint32),
+        'prompt_length': np.array([one.prompt_length for one in self._kept], np.int32),
+        'length': np.array([len(one.tokens) for one in self._kept], np.int32),
+        'tokens': join('tokens', np.int32),
+        'top_ids': join('top_ids', np.int32),
+        'top_logprobs': join('top_logprobs', np.float16),
+    }
+    if self._settings.hidden:
+      contents['hidden'] = join('hidden', np.float16)
+    path = self._folder / f'shard-{self._num_shards:05}.npz'
+    partial = path.with_name(f'.{path.name}.partial')
+    try:
+      with open(partial, 'wb') as file:
+        np.savez(file, **contents)
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(partial, path)
+    except OSError as error:
+      raise ValueError(f'{path} could not be written ({error}); is the disk full? The shards before it are whole: the '
+                       'same command goes on after them.') from error
+    self._num_shards += 1
+    self._kept, self._dropped = [], []
+
+  def _receive(self, ended):
+    """Takes the texts of rows that have ended."""
+    tokens, length, finish = jax.device_get((self._state.tokens, self._state.length, self._state.finish))
+    for i in ended:
+      row, self._rows[i] = self._rows[i], None
+      if finish[i] == Finish.NAN:
+        raise ValueError('the verifier gave logits that are no numbers: are its weights damaged?')
+      new = tokens[i, len(row.prompt) : length[i]]
+      if row.asks:
+        self._ask(row, new[:-1] if finish[i] == Finish.EOS else [])
+        continue
+      conversation = Conversation(
+          index=row.index, prompt_length=len(row.prompt), tokens=tokens[i, : length[i]],
+          top_ids=self._top_ids[i, : len(new)].copy(), top_logprobs=self._top_logprobs[i, : len(new)].copy(),
+          hidden=self._hidden(i, length[i]) if self._settings.hidden else None)
+      repeats = self._settings.raw and self._digest(conversation) in self._digests
+      if repeats or is_degenerate(new):
+        self._dropped.append(row.index)
+      else:
+        self._digests.add(self._digest(conversation))
+        self._kept.append(conversation)
+        self.num_tokens += len(new)
+    if len(self._kept) >= SHARD:
+      self.save()
+
+  def _ask(self, row, message):
+    """Has a user's turn answered, unless it is none (it did not end), or was there before."""
+    message = self._tokenizer.decode(message, skip_special_tokens=True).strip()
+    prompt = text.encode([message], self._tokenizer, raw=False)[0] if message else []
+    if not 0 < len(prompt) <= self._settings.max_prompt or not self._is_new(prompt):
+      self._dropped.append(row.index)
+    else:
+      self._waiting.append(_Row(row.index, False, prompt))
+
+  def _is_new(self, prompt):
+    digest = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
+    is_new = digest not in self._digests
+    self._digests.add(digest)
+    return is_new
+
+  def _digest(self, one):
+    """By what a conversation is told from others: its prompt, or all of it where there is no prompt."""
+    tokens = one.tokens if self._settings.raw else one.tokens[: one.prompt_length]
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
+
+  def _hidden(self, i, length):
+    hidden = np.array(_row_of(self._state.target_cache.hidden, i)[:length], np.float16)
+    hidden[-1] = 0  # of the last token, which was not read
+    return hidden
+
+  def _next_row(self):
+    """What enters the batch next: an answer that waits, or the next conversation."""
+    if self._waiting:
+      return self._waiting.popleft()
+    while True:
+      i = next(self._numbers)
+      if i % 2 or i // 2 >= len(self._given):
+        return _Row(i, not self._settings.raw, self._opening)
+      if self._settings.raw or self._is_new(self._given[i // 2]):
+        return _Row(i, False, self._given[i // 2])
+      self._dropped.append(i)
+
+  def _fill(self):
+    """Gives rows that are free the next texts, asking and answering apart: the former are read already."""
+    free = [i for i, row in enumerate(self._rows) if row is None]
+    rows = [self._next_row() for _ in free]
+    rows.sort(key=lambda row: (row.asks, len(row.prompt)))
+    for asks, group in itertools.groupby(zip(free, rows), lambda pair: pair[1].asks):
+      group = list(group)
+      for start in range(0, len(group), self._entering):
+        self._enter(group[start : start + self._entering], asks)
+
+  def _enter(self, pairs, asks):
+    places, rows = zip(*pairs)
+    extra = self._entering - len(rows)
+    rows_in = [*rows, *rows[:1] * extra]
+    fresh = self._asking.replace(keys=self._keys(rows_in)) if asks else self._prefill(rows_in)
+    where = np.array([*places, *[len(self._rows)] * extra], np.int32)
+    self._state = decode.replace_rows(self._state, where, fresh)
+    temperatures = self._settings.temperatures
+    for place, row in pairs:
+      self._rows[place], self._count[place] = row, 0
+      answer = temperatures[row.index % len(temperatures)]
+      self._temperature[place] = self._settings.ask_temperature if row.asks else answer
+
+  def _keys(self, rows):
+    """The same for a conversation, whatever was decoded before it."""
+    return text.row_keys([self._settings.seed * 2**20 + 2 * row.index + row.asks for row in rows],
+                         [row.prompt for row in rows])
+
+  def _prefill(self, rows):
+    length = np.array([len(row.prompt) for row in rows], np.int32)
+    padded = np.zeros((len(rows), text.bucket(length.max())), np.int32)
+    for i, row in enumerate(rows):
+      padded[i, : len(row.prompt)] = row.prompt
+    most = [self._settings.max_prompt - len(self._opening) if row.asks else self._settings.max_answer for row in rows]
+    limit = length + np.maximum(np.array(most, np.int32), 1)
+    return decode.prefill(self._target, None, padded, length, self._keys(rows), limit, self._config)
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'top'), donate_argnames='state')
+def _step(target, sampling, state, config, top):
+  """A round of plain decoding: the state, and (whether each row has ended, its law's likeliest tokens, their ln)."""
+  state, info = decode.decode_step(target, None, Exact(), sampling, state, config)
+  logits_BV = info.target_logits[:, 0].astype(jnp.float32)
+  top_BN, ids_BN = jax.lax.top_k(logits_BV, top)
+  logprobs_BN = top_BN - jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+  return state, (state.done, ids_BN, logprobs_BN.astype(jnp.float16))
+
+
+_row_of = jax.jit(lambda array, i: array[i])
+
+
+def opening(tokenizer, raw=False) -> list[int]:
+  """The tokens after which a user's turn begins; if raw, the one with which a text does.
+
+  Raises ValueError for a tokenizer without a chat template unless raw, and for a template in which none begins.
+  """
+  if raw:
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+      raise ValueError('the tokenizer has no token with which a text begins: give prompts only.')
+    return [first]
+  if not tokenizer.chat_template:
+    raise ValueError('this tokenizer has no chat template in which a user could be given a turn: use raw, for plain '
+                     'text.')
+  written = tokenizer.apply_chat_template([{'role': 'user', 'content': MARK}], tokenize=False)
+  before, mark, _ = written.partition(MARK)
+  if not mark or not before:
+    raise ValueError('the chat template does not show where a user\'s turn begins: use raw, for plain text.')
+  return list(tokenizer(before, add_special_tokens=False)['input_ids'])
+
+
+def is_degenerate(answer) -> bool:
+  """Whether an answer is a loop, or none: too few of its runs of four tokens are distinct."""
+  runs = [tuple(answer[i : i + 4]) for i in range(len(answer) - 3)]
+  return len(answer) < 2 or len(set(runs)) < DISTINCT * len(runs)
+
+
+def shards(folder) -> list[pathlib.Path]:
+  """The files of a corpus, in order."""
+  return sorted(pathlib.Path(folder).glob('shard-*.npz'))
+
+
+def read(path) -> list[Conversation]:
+  """The conversations of one shard. Raises ValueError for a damaged file."""
+  try:
+    with np.load(path) as shard:
+      shard = dict(shard)
+  except (OSError, ValueError, zipfile.BadZipFile) as error:
+    raise ValueError(f'{path}: damaged ({error}); delete it, and the same command writes others.') from None
+  conversations, start, law = [], 0, 0
+  for index, prompt, length in zip(shard['index'], shard['prompt_length'], shard['length']):
+    here, laws = slice(start, start + length), slice(law, law + length - prompt)
+    conversations.append(Conversation(
+        int(index), int(prompt), shard['tokens'][here], shard['top_ids'][laws], shard['top_logprobs'][laws],
+        shard['hidden'][here] if 'hidden' in shard else None))
+    start, law = here.stop, laws.stop
+  return conversations

@@ -1,0 +1,293 @@
+"""A draft that was distilled from its verifier: a few layers between the verifier's own embedding and head.
+
+The embedding is the verifier's, and so are the rows of the head, of the R tokens that it writes most; all others have
+no probability in the draft's law, which costs acceptance and never exactness. Where `fuse` is there, the draft also
+reads the verifier's last hidden state (Li et al., EAGLE, 2024): what enters its first layer at position p is a product
+of the token there and of the hidden state at p - 1. Beyond the text that the verifier has read, that is the draft's
+own.
+"""
+
+import dataclasses
+import json
+import pathlib
+import warnings
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from cactus_jax import sharding
+from cactus_jax.models import hf, int8, layers, transformer, weights
+from cactus_jax.models.config import from_hf_config, to_hf_config
+from cactus_jax.models.int8 import Int8
+from cactus_jax.models.transformer import Transformer
+
+FORMAT, VERSION = 'cactus_jax student', 1
+DESCRIPTION, WEIGHTS = 'student.json', 'student.safetensors'
+FUSE = 'model.fuse.weight'  # [D, 2D], as files have matrices
+EPS = 1e-6
+
+
+@flax.struct.dataclass
+class Student:
+  """A distilled draft. Implements the LanguageModel protocol of decode.py; see `load_draft`, `new_student`."""
+
+  body: Transformer  # embed [V, D] is the verifier's, head [R, D] rows of its head
+  head_ids: jax.Array  # i32[R], the token of each row of the head, rising
+  row_of: jax.Array  # i32[V], the row of each token, R for one that has none
+  fuse: jax.Array | None = None  # [2D, D] for token and hidden state
+
+  def __call__(self, tokens_BT, positions_BT, cache):
+    """Logits f32[B, T, V], -inf for tokens without a row, and the cache with these tokens; see `Transformer`."""
+    hidden_BTD, cache = self.run(tokens_BT, positions_BT, cache)
+    logits_BTR = transformer.logits(self.body.params, self.body.config, hidden_BTD, self.mesh)
+    B, T, _ = logits_BTR.shape
+    none_BT1 = jnp.full((B, T, 1), -jnp.inf)
+    return jnp.concatenate([logits_BTR, none_BT1], axis=-1)[..., self.row_of], cache
+
+  def run(self, tokens_BT, positions_BT, cache):
+    """The draft's own hidden states [B, T, D], and the cache with these tokens."""
+    params, config = self.body.params, self.body.config
+    x_BTD = transformer.embed(params, config, tokens_BT, self.mesh)
+    if self.fuse is not None:
+      before_BT1 = jnp.maximum(positions_BT - 1, 0)[..., None]
+      before_BTD = jnp.take_along_axis(cache.hidden, before_BT1, axis=1).astype(x_BTD.dtype)
+      x_BTD = fused(self.fuse, x_BTD, jnp.where(positions_BT[..., None] > 0, before_BTD, 0))
+    return transformer.run_layers(params, config, x_BTD, positions_BT, cache, self.mesh)
+
+  def read_text(self, tokens_BT, hidden_BTD=None):
+    """The draft's own hidden states [B, T, D] of whole texts, for training.
+
+    hidden_BTD: for a draft that reads them, the hidden states at the same positions.
+    """
+    params, config = self.body.params, self.body.config
+    B, T = tokens_BT.shape
+    x_BTD = transformer.embed(params, config, tokens_BT, self.mesh)
+    if self.fuse is not None:
+      before_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+      x_BTD = fused(self.fuse, x_BTD, before_BTD.astype(x_BTD.dtype))
+    positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    return transformer.run_layers(params, config, x_BTD, positions_BT, self.body.init_cache(B, 1), self.mesh)[0]
+
+  @property
+  def config(self):
+    """That of its layers, over the whole vocabulary."""
+    return self.body.config
+
+  @property
+  def mesh(self):
+    """Of its weights."""
+    return self.body.mesh
+
+  @property
+  def quantize(self):
+    """'int8' if its matrices are 8-bit integers, else None."""
+    return self.body.quantize
+
+  @property
+  def reads_hidden(self):
+    """Whether it reads the verifier's hidden states."""
+    return self.fuse is not None
+
+  def init_cache(self, batch, length):
+    """An empty cache."""
+    return self.body.init_cache(batch, length, hidden=self.reads_hidden)
+
+  def observe(self, cache, target_cache):
+    """The cache with the verifier's hidden states."""
+    return cache.replace(hidden=target_cache.hidden)
+
+
+def fused(fuse, embedded_BTD, before_BTD):
+  """What enters the first layer: a product of token and hidden state, each at unit scale."""
+  both = jnp.concatenate([_unit(embedded_BTD), _unit(before_BTD)], axis=-1)
+  return layers.matmul(both, fuse)
+
+
+def _unit(x_BTD):
+  return layers.rms_norm(x_BTD, jnp.ones(x_BTD.shape[-1:], x_BTD.dtype), EPS)
+
+
+def student_config(config, num_layers, window=None):
+  """The config of a student's body: the verifier's, with so many layers and maybe a window on all of them."""
+  windows = (window,) * num_layers
+  return dataclasses.replace(config, num_layers=num_layers, windows=windows, tie_embeddings=False)
+
+
+def make_student(target, layer_params, final_norm, head_ids, *, fuse=None, window=None) -> Student:
+  """A student around given layers, in the verifier's dtype and on its mesh (where layers and fuse must be already).
+
+  Args: target, the verifier, a Transformer; layer_params, a tuple of `Layer`; head_ids, the tokens it scores, rising.
+  """
+  config = student_config(target.config, len(layer_params), window)
+  params = transformer.Params(embed=target.params.embed, layers=tuple(layer_params), final_norm=final_norm,
+                              head=head_rows(target, head_ids))
+  head_ids = np.asarray(head_ids, np.int32)
+  return Student(Transformer(params, config, target.mesh, target.kv_dtype), jnp.asarray(head_ids),
+                 jnp.asarray(row_of(head_ids, config.vocab_size)), fuse)
+
+
+def row_of(head_ids, vocab_size):
+  """i32[V]: the row of each token among head_ids, or their number."""
+  rows = np.full(vocab_size, len(head_ids), np.int32)
+  rows[np.asarray(head_ids)] = np.arange(len(head_ids))
+  return rows
+
+
+def head_rows(target, head_ids):
+  """Rows of the verifier's head, [R, D], as floats."""
+  params = target.params
+  if target.config.tie_embeddings:
+    return params.embed[jnp.asarray(head_ids)]
+  if isinstance(params.head, Int8):
+    return int8.dequantize(params.head, 0).T[jnp.asarray(head_ids)].astype(params.embed.dtype)
+  return params.head[jnp.asarray(head_ids)]
+
+
+def new_student(target, layer_ids, head_ids, *, reads_hidden=False, window=None, key=None) -> Student:
+  """A student to be trained: some of the verifier's layers, in float32, between its embedding and head.
+
+  Args: layer_ids, which of the verifier's layers; key, for the one weight that it has no start for: `fuse` begins as
+    the hidden state, and a little of the token.
+  Raises: ValueError for layers that the verifier does not have, and for a verifier in 8 bits.
+  """
+  if target.quantize:
+    raise ValueError('the verifier\'s matrices are 8-bit integers, from which no draft can be trained: load it as '
+                     'floats.')
+  count = target.config.num_layers
+  if not layer_ids or not all(0 <= i < count for i in layer_ids):
+    raise ValueError(f'layers={tuple(layer_ids)}: need at least one of 0..{count - 1}.')
+  if reads_hidden:
+    D = target.config.embed_dim
+    noise = 0.02 * jax.random.normal(jax.random.key(0) if key is None else key, (2 * D, D))
+    fuse = (noise.at[D:].add(jnp.eye(D))).astype(target.params.embed.dtype)
+  return make_student(target, [target.params.layers[i] for i in layer_ids], target.params.final_norm, head_ids,
+                      fuse=fuse if reads_hidden else None, window=window)
+
+
+def save(folder, student, tokenizer, about=None):
+  """Writes what a student does not share with its verifier to a new folder, which `load` reads.
+
+  Weights are stored as float16, half the size. Nothing is at `folder` until everything is written.
+  Args: tokenizer, the verifier's; about, what to note of how it was made, as JSON has it.
+  Raises: ValueError if there is something at `folder`, or for a student in 8 bits.
+  """
+  if student.quantize:
+    raise ValueError(f'{folder}: this draft is held in 8 bits; save the one that it was rounded from.')
+  config, params = student.config, student.body.params
+  names, tensors = hf.names_of(config), {'head_ids': np.asarray(student.head_ids)}
+  specs = jax.tree_util.tree_flatten_with_path(_own(transformer.abstract(config)))[0]
+  for (path, spec), array in zip(specs, jax.tree.leaves(_own(params)), strict=True):
+    array = np.asarray(sharding.fetch(weights.without_copies(config, spec, array)))
+    tensors |= weights.to_stored(dataclasses.replace(config, kv_copies=1), names, path, array)
+  if student.fuse is not None:
+    tensors[FUSE] = np.asarray(sharding.fetch(student.fuse)).T
+  half = lambda x: np.ascontiguousarray(x if x.dtype == np.int32 else x.astype(np.float16))
+  whole = dataclasses.replace(config, windows=(), kv_copies=1, tie_embeddings=True)
+  described = {
+      'format': FORMAT, 'version': VERSION,
+      'config': to_hf_config(whole, 'float16'),
+      'window': config.windows[0] if config.windows else None,
+      'head_size': len(student.head_ids),
+      'reads_hidden': student.reads_hidden,
+      'tokenizer': hf.digest(tokenizer),
+      'embedding': _sample(params.embed),
+      'about': about or {},
+  }
+  with weights.new_folder(folder) as partial:
+    if jax.process_index() == 0:
+      try:
+        safetensors.numpy.save_file({name: half(x) for name, x in tensors.items()}, partial / WEIGHTS)
+        (partial / DESCRIPTION).write_text(json.dumps(described, indent=1) + '\n', encoding='utf-8')
+      except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(f'{folder}: could not be written ({error}); is the disk full?') from error
+
+
+def is_student(folder) -> bool:
+  """Whether a folder holds a distilled draft."""
+  return (pathlib.Path(folder).expanduser() / DESCRIPTION).is_file()
+
+
+def load(folder, target, tokenizer, *, quantize=None) -> Student:
+  """The draft of a folder that `save` wrote, with its verifier's embedding and head, on its mesh and in its dtype.
+
+  Args: target and tokenizer, the verifier and its tokenizer; quantize, None or 'int8': of layers and head.
+  Raises: ValueError for a folder that is damaged, or of another tokenizer or size of verifier; warns where the
+    verifier's embedding is not the one that the draft was trained on.
+  """
+  folder = pathlib.Path(folder).expanduser()
+  described = _described(folder)
+  if described['tokenizer'] != hf.digest(tokenizer):
+    raise ValueError(f'{folder} is the draft of a verifier with another tokenizer: its tokens are not these.')
+  config = from_hf_config(described['config'])
+  ours, theirs = (config.vocab_size, config.embed_dim), (target.config.vocab_size, target.config.embed_dim)
+  if ours != theirs:
+    raise ValueError(f'{folder} is the draft of a verifier with {ours[0]} tokens of {ours[1]} numbers, this one has '
+                     f'{theirs[0]} of {theirs[1]}.')
+  if not np.allclose(described['embedding'], _sample(target.params.embed), rtol=0.05):
+    warnings.warn(f'{folder} was trained for a verifier with another embedding: few of its tokens may be accepted.',
+                  stacklevel=2)
+  try:
+    tensors = safetensors.numpy.load_file(folder / WEIGHTS)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise ValueError(f'{folder / WEIGHTS}: damaged or missing ({error}); copy it again.') from None
+  head_ids, fuse = tensors.pop('head_ids', None), tensors.pop(FUSE, None)
+  if (head_ids is None or len(head_ids) != described['head_size'] or np.any(np.diff(head_ids) <= 0) or head_ids[0] < 0
+      or head_ids[-1] >= config.vocab_size or (fuse is not None) != described['reads_hidden']):
+    raise ValueError(f'{folder}: {DESCRIPTION} does not belong to these weights; copy both again.')
+  names, mesh = hf.names_of(config), target.mesh
+  head = np.asarray(sharding.fetch(head_rows(target, head_ids)))
+  tensors[names['embed']] = head
+  num_layers, window = config.num_layers, described['window']
+  # The rows of the head stand in for the embedding while the rest is read.
+  small = weights.for_mesh(dataclasses.replace(config, vocab_size=len(head_ids), tie_embeddings=True), mesh)
+  params = weights.assemble(
+      small, names, {name: x.shape for name, x in tensors.items()}, lambda name, index: tensors[name][index],
+      source=folder, dtype=target.params.embed.dtype, mesh=mesh, quantize=quantize)
+  params = params.replace(embed=target.params.embed, head=params.embed if params.head is None else params.head)
+  config = dataclasses.replace(small, vocab_size=config.vocab_size, tie_embeddings=False,
+                               windows=(window,) * num_layers, eos_ids=target.config.eos_ids,
+                               max_length=target.config.max_length)
+  place = lambda x: jnp.asarray(x) if mesh is None else sharding.from_host(
+      np.asarray(x), sharding.sharding_of(mesh, (None,) * x.ndim, x.shape))
+  return Student(Transformer(params, config, mesh, target.kv_dtype), place(head_ids.astype(np.int32)),
+                 place(row_of(head_ids, config.vocab_size)),
+                 None if fuse is None else place(fuse.T.astype(target.params.embed.dtype)))
+
+
+def as_transformer(student) -> Transformer:
+  """The same draft as a model of its own, with a copy of embedding and head, which other programs can load.
+
+  Raises ValueError for one that reads hidden states, or whose head lacks tokens.
+  """
+  if student.reads_hidden:
+    raise ValueError('a draft that reads hidden states is no model of its own; train one that reads none.')
+  if len(student.head_ids) != student.config.vocab_size:
+    raise ValueError(f'the head of this draft has {len(student.head_ids)} of {student.config.vocab_size} tokens, which '
+                     'other programs do not know; train one with all.')
+  return student.body
+
+
+def _described(folder):
+  path = folder / DESCRIPTION
+  try:
+    described = json.loads(path.read_text(encoding='utf-8'))
+    if described['format'] != FORMAT or described['version'] > VERSION:
+      raise ValueError(f'its format is {described["format"]} {described["version"]}, known here is {FORMAT} {VERSION}')
+    return described
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ValueError(f'{path}: no description of a distilled draft ({error}); copy the folder again.') from None
+
+
+def _own(params):
+  """What of weights, or their specs, is the student's own."""
+  return params.replace(embed=None, head=None)
+
+
+def _sample(embed):
+  """Norms of a few rows of an embedding, by which it is known again in any dtype."""
+  rows = np.linspace(0, embed.shape[0] - 1, 16).astype(np.int32)
+  norms = jnp.linalg.norm(embed[rows].astype(jnp.float32), axis=-1)
+  return [round(float(x), 4) for x in sharding.fetch(norms)]

@@ -1,0 +1,267 @@
+"""A draft for any verifier, distilled from texts that the verifier writes itself.
+
+  python experiments/distill_draft.py --output=draft                     # for the default model
+  python experiments/distill_draft.py --output=draft --verifier=MODEL --prompts_file=prompts.jsonl
+  python experiments/generate.py --draft=draft/export --prompt='Why is the sky blue?'
+
+Three stages, all resumed by the same command after a kill, with what is whole on disk kept:
+  data    draft/corpus/   the verifier writes conversations (its own prompts, and those of a file), with its laws
+  train   draft/train/    a few layers between the verifier's embedding and head learn these laws; curve.png, log.jsonl
+  export  draft/export/   what --draft= loads; as --transformers also asks for, draft/transformers/, which they load
+--stages=data alone makes or lengthens the corpus; several runs of it, each with its own --seed and --corpus, can share
+out the work, and --stages=train,export --corpus=a,b,c reads them all.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+
+import matplotlib
+import numpy as np
+from absl import flags
+from lib import flags as common
+from lib import record
+from tqdm.auto import tqdm
+
+import cactus_jax as cj
+from cactus_jax import corpus, distill, text
+from cactus_jax.models import hf
+from cactus_jax.models import student as student_lib
+
+matplotlib.use('Agg')
+from matplotlib import pyplot as plt  # noqa: E402
+
+STAGES = ('data', 'train', 'export')
+_OUTPUT = flags.DEFINE_string('output', None, 'Folder of the run.', allow_override=True)
+_STAGES = flags.DEFINE_list('stages', STAGES, f'What to do, of {", ".join(STAGES)}.')
+_CORPUS = flags.DEFINE_list('corpus', None, 'Folders of texts; by default OUTPUT/corpus.')
+_TOKENS = flags.DEFINE_integer('tokens', 1_000_000, 'Answered tokens that the corpus has to have.')
+_PROMPTS = flags.DEFINE_string('prompts_file', None, 'JSONL of prompts to be answered beside those that the verifier '
+                               'thinks of.', allow_override=True)
+_FIELD = flags.DEFINE_string('prompt_field', 'prompt', 'Where a line has its prompt.', allow_override=True)
+_BATCH = flags.DEFINE_integer('batch_size', 64, 'Rows decoded together.', allow_override=True)
+_TEMPERATURES = flags.DEFINE_list('temperatures', ['0.6', '0.6', '0.6', '1.0'], 'Of the answers, in turn.')
+_MAX_PROMPT = flags.DEFINE_integer('max_prompt', 144, 'Most tokens of a prompt, template included.')
+_KEEP_HIDDEN = flags.DEFINE_boolean('keep_hidden', True, 'Keep hidden states, 2 bytes a number, for --reads_hidden.')
+_LAYERS = flags.DEFINE_list('layers', None, 'Which layers of the verifier the draft starts from; by default its last, '
+                            'or without --reads_hidden its first two.')
+_READS_HIDDEN = flags.DEFINE_boolean('reads_hidden', True, 'Whether the draft reads the verifier\'s last hidden state.')
+_WINDOW = flags.DEFINE_integer('window', None, 'Positions that a token of the draft sees; by default all.')
+_HEAD = flags.DEFINE_integer('head_size', 8192, 'Tokens the draft can propose: those the verifier writes most.')
+_LOSS = flags.DEFINE_list('loss', ['forward_kl:0.1', 'tv:1'], f'Losses and weights, of {", ".join(distill.LOSSES)}.')
+# What the fields of DistillConfig are called on the command line, and what they do.
+TRAINING = {
+    'passes': 'Passes over a text, each on the hidden states of the one before, with --reads_hidden.',
+    'pass_decay': 'The weight of a pass to that of the one before.',
+    'filter_draft': None, 'steps': 'Steps of the optimiser.', 'batch_tokens': 'Tokens a batch, padding included.',
+    'accumulate': 'Batches whose gradients make one step.', 'learning_rate': 'The largest.',
+    'warmup': 'Steps until the learning rate is reached.', 'weight_decay': 'Of AdamW.',
+    'clip': 'The largest norm of a gradient.',
+}
+for name, help_text in TRAINING.items():
+  default = {field.name: field.default for field in dataclasses.fields(distill.DistillConfig)}[name]
+  define = {bool: flags.DEFINE_boolean, int: flags.DEFINE_integer, float: flags.DEFINE_float}[type(default)]
+  define(name, default, help_text)
+_EVERY = flags.DEFINE_integer('evaluate_every', 200, 'Steps between evaluations, each of which makes a checkpoint.')
+_HELD_OUT = flags.DEFINE_integer('held_out', 64, 'Conversations that are kept from training, to evaluate on.')
+_TRANSFORMERS = flags.DEFINE_boolean('transformers', False, 'Export for transformers too: a draft with a whole head '
+                                     'that reads no hidden states.')
+FLAGS = flags.FLAGS
+common.set_defaults(draft='none')
+
+
+def folders() -> tuple[pathlib.Path, list[pathlib.Path]]:
+  """That of the run, and those of its texts."""
+  if not _OUTPUT.value:
+    raise ValueError('--output is missing: name a folder for the run.')
+  unknown = [stage for stage in _STAGES.value if stage not in STAGES]
+  if unknown or not _STAGES.value:
+    raise ValueError(f'--stages={",".join(_STAGES.value)}: need some of {", ".join(STAGES)}.')
+  output = pathlib.Path(_OUTPUT.value).expanduser()
+  texts = [pathlib.Path(folder).expanduser() for folder in _CORPUS.value or [output / 'corpus']]
+  if 'data' in _STAGES.value and len(texts) > 1:
+    raise ValueError(f'--corpus={",".join(_CORPUS.value)}: the data stage writes to one folder; run it for each, then '
+                     '--stages=train,export with all.')
+  return output, texts
+
+
+def corpus_settings() -> corpus.Settings:
+  """What the corpus is made with."""
+  try:
+    temperatures = tuple(map(float, _TEMPERATURES.value))
+  except ValueError:
+    raise ValueError(f'--temperatures={",".join(_TEMPERATURES.value)}: need numbers.') from None
+  return corpus.Settings(
+      temperatures=temperatures, top_k=FLAGS.top_k, top_p=FLAGS.top_p, hidden=_KEEP_HIDDEN.value,
+      max_prompt=_MAX_PROMPT.value, max_answer=FLAGS.max_new_tokens, seed=FLAGS.seed, raw=FLAGS.raw)
+
+
+def training() -> distill.DistillConfig:
+  """How the draft is trained."""
+  mix = []
+  for term in _LOSS.value:
+    name, _, weight = term.partition(':')
+    try:
+      mix.append((name, float(weight or 1)))
+    except ValueError:
+      raise ValueError(f'--loss={",".join(_LOSS.value)}: need NAME:WEIGHT, as in tv:1.') from None
+  return distill.DistillConfig(loss=tuple(mix), temperature=FLAGS.temperature, top_k=FLAGS.top_k, top_p=FLAGS.top_p,
+                               seed=FLAGS.seed, **{name: FLAGS[name].value for name in TRAINING})
+
+
+def layer_ids(target) -> list[int]:
+  """The verifier's layers that the draft starts from."""
+  if _LAYERS.value is None:
+    return [target.config.num_layers - 1] if _READS_HIDDEN.value else [0, 1]
+  try:
+    return [int(layer) for layer in _LAYERS.value]
+  except ValueError:
+    raise ValueError(f'--layers={",".join(_LAYERS.value)}: need numbers of layers.') from None
+
+
+def read_prompts():
+  """The prompts of the file, if there is one."""
+  if _PROMPTS.value is None:
+    return []
+
+  def check(row):
+    value = row.get(_FIELD.value)
+    if not value or not (isinstance(value, str) or text.is_conversation(value)):
+      raise ValueError(f'{_FIELD.value} is {value!r:.60}: need a string, or messages with role and content; name the '
+                       'right field with --prompt_field.')
+
+  rows = record.read_rows(_PROMPTS.value, check=check)
+  if not rows:
+    raise ValueError(f'{_PROMPTS.value} holds no prompts.')
+  return [row[_FIELD.value] for row in rows]
+
+
+def write_texts(folder, target, tokenizer, prompts):
+  """The first stage."""
+  start = time.time()
+  with tqdm(total=_TOKENS.value, unit='token', unit_scale=True, desc='data') as bar:
+
+    def show(tokens):
+      common.stop_if_interrupted()
+      bar.update(min(tokens, _TOKENS.value) - bar.n)
+
+    corpus.write(folder, target, tokenizer, prompts, num_tokens=_TOKENS.value, settings=corpus_settings(),
+                 batch=_BATCH.value, progress=show)
+  print(f'data: {bar.n} tokens in {folder} ({time.time() - start:.0f} s)')
+
+
+def split(texts) -> tuple[list, list]:
+  """Conversations to train on and to evaluate on: of the latter the first few of every folder."""
+  train, held_out = [], []
+  for folder in texts:
+    if not corpus.shards(folder):
+      raise ValueError(f'{folder} holds no texts: run --stages=data first.')
+    found = [one for path in tqdm(corpus.shards(folder), unit='shard', desc='reading', leave=False)
+             for one in corpus.read(path)]
+    found.sort(key=lambda one: one.index)
+    num = -(-_HELD_OUT.value // len(texts))
+    if len(found) <= num:
+      raise ValueError(f'{folder} holds {len(found)} conversations, of which --held_out={_HELD_OUT.value} would leave '
+                       'none: make more, with --tokens.')
+    held_out += found[:num]
+    train += found[num:]
+  return train, held_out
+
+
+def untrained(output, target, train=None) -> student_lib.Student:
+  """The draft before its first step, with the head of the run, which is chosen by the texts once.
+
+  Raises ValueError if it has not been chosen and there are no texts.
+  """
+  path = output / 'train' / 'head_ids.npy'
+  if path.exists():
+    head_ids = np.load(path)
+  elif train is None:
+    raise ValueError(f'{output / "train"} holds no training: run --stages=train first.')
+  else:
+    head_ids = distill.frequent_tokens(train, _HEAD.value, target.config.vocab_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path.with_name('.head_ids.partial.npy'), head_ids)
+    os.replace(path.with_name('.head_ids.partial.npy'), path)
+  if len(head_ids) != _HEAD.value:
+    raise ValueError(f'{path} has {len(head_ids)} tokens, --head_size={_HEAD.value}: choose another --output.')
+  return student_lib.new_student(target, layer_ids(target), head_ids, reads_hidden=_READS_HIDDEN.value,
+                                 window=_WINDOW.value)
+
+
+def train_draft(output, texts, target):
+  """The second stage."""
+  train, held_out = split(texts)
+  student, config, folder = untrained(output, target, train), training(), output / 'train'
+  count = sum(len(one.top_ids) for one in train)
+  print(f'training on {count} answered tokens of {len(train)} conversations, evaluating on {len(held_out)}')
+  start = time.time()
+  with tqdm(total=config.steps * config.accumulate, unit='step', desc='train') as bar:
+
+    def show(step, figures):
+      common.stop_if_interrupted()
+      bar.update(step - bar.n)
+      bar.set_postfix_str(' '.join(f'{name} {value:.3f}' for name, value in figures.items()))
+
+    for rows in distill.fit(student, train, held_out, config, folder / 'checkpoints', evaluate_every=_EVERY.value,
+                            progress=show):
+      bar.update(rows[-1]['step'] - bar.n)
+      write_log(folder, rows)
+  print(f'train: acceptance on held-out texts {shown(rows)} ({time.time() - start:.0f} s)')
+
+
+def shown(rows):
+  """The last acceptances, for a line of text."""
+  return ', '.join(f'{value:.3f}' for value in rows[-1]['held_out'])
+
+
+def export(output, target, tokenizer):
+  """The third stage."""
+  student, rows = distill.restore(untrained(output, target), training(), output / 'train' / 'checkpoints')
+  if not rows:
+    raise ValueError(f'{output / "train"} holds no checkpoint: run --stages=train first.')
+  about = {'step': rows[-1]['step'], 'held_out_acceptance': rows[-1]['held_out'],
+           'training': dataclasses.asdict(training())}
+  student_lib.save(output / 'export', student, tokenizer, about)
+  print(f'export: {output / "export"}, acceptance on held-out texts {shown(rows)}')
+  if _TRANSFORMERS.value:
+    hf.save(output / 'transformers', student_lib.as_transformer(student), tokenizer)
+    print(f'export: {output / "transformers"}')
+
+
+def write_log(folder, rows):
+  """The rows of all evaluations, whole or not at all, and their picture."""
+  partial = folder / '.log.jsonl.partial'
+  partial.write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+  os.replace(partial, folder / 'log.jsonl')
+  steps = [row['step'] for row in rows]
+  figure, axes = plt.subplots(figsize=(7, 4), layout='constrained')
+  axes.plot(steps, [row['acceptance'] for row in rows], color='0.6', label='training texts')
+  for i, marker in zip(range(len(rows[0]['held_out'])), 'os^vD*'):
+    axes.plot(steps, [row['held_out'][i] for row in rows], color='black', marker=marker, markersize=4,
+              linestyle=['-', '--', ':', '-.'][i % 4], label=f'held-out texts, drafted token {i + 1}')
+  axes.set(xlabel='step', ylabel='acceptance, mean of sum min(p, q)')
+  axes.grid(alpha=0.3)
+  axes.legend()
+  figure.savefig(folder / 'curve.png', dpi=120)
+  plt.close(figure)
+
+
+def main():
+  """Goes through the stages of --stages."""
+  output, texts = folders()
+  corpus_settings(), training(), layer_ids  # wrong numbers are told before anything is loaded
+  prompts = read_prompts()
+  tokenizer, target = cj.load_tokenizer(common.verifier_source()), common.verifier()
+  if 'data' in _STAGES.value:
+    write_texts(texts[0], target, tokenizer, prompts)
+  if 'train' in _STAGES.value:
+    train_draft(output, texts, target)
+  if 'export' in _STAGES.value:
+    export(output, target, tokenizer)
+
+
+if __name__ == '__main__':
+  common.run(main)
