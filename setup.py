@@ -12,6 +12,7 @@ setuptools.setup(
   long_description_content_type='text/markdown',
   license='Apache-2.0',
   packages=setuptools.find_packages(include=['cactus_jax', 'cactus_jax.*']),
+  package_data={'cactus_jax': ['assets/*/*']},
   python_requires='>=3.11,<3.14',
   install_requires=[
     'absl-py',

@@ -12,7 +12,8 @@ from cactus_jax.decode import DecodeConfig, DecodeState, Finish, LanguageModel, 
 from cactus_jax.drafts import DraftSource, PromptLookup
 from cactus_jax.ledger import Budget, Ledger
 from cactus_jax.models.config import ModelConfig
-from cactus_jax.models.load import default_model_path, load_tokenizer, load_transformer
+from cactus_jax.models.load import default_draft_path, default_model_path, load_tokenizer, load_transformer
+from cactus_jax.models.student import load as load_draft
 from cactus_jax.models.transformer import Transformer
 from cactus_jax.records import record_class, static
 from cactus_jax.rules import (

@@ -258,7 +258,7 @@ def main():
   print(common.describe(mesh), flush=True)
   tokenizer = pod.together(lambda: cj.load_tokenizer(common.verifier_source()))
   target = pod.together(lambda: common.verifier(mesh))
-  draft, draft_tokenizer = pod.together(lambda: common.draft(target, draft_mesh))
+  draft, draft_tokenizer = pod.together(lambda: common.draft(target, draft_mesh, tokenizer))
   options = dict(target=target, draft=draft, rule=rule, sampling=sampling, draft_tokenizer=draft_tokenizer,
                  tokenizer=tokenizer, **common.text_options())
 

