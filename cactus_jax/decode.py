@@ -110,8 +110,10 @@ class DecodeState:
   """The carry of the loop; donated.
 
   Invariant: tokens[b, :length[b]] is final. The target's cache is valid for positions < length - 1, the draft's for
-  positions < length - 2 (of a `HiddenReader` < length - 1 - K). Whatever lies beyond is overwritten before it can be attended to, so moving `length` is the
-  whole of commit and rollback.
+  positions < length - 2 (of a `HiddenReader` < length - 1 - K). Whatever lies beyond is overwritten before it can be
+  attended to, so moving `length` is the whole of commit and rollback.
+
+  The K here is that of `prefill`, which sized the buffers: rounds may draft fewer, and not all the same.
   """
 
   tokens: jax.Array  # i32[B, S]
@@ -264,7 +266,8 @@ def propose(draft, sampling, state, keys, config):
     return draft.propose(state.tokens, state.length, config.num_draft, config.vocab_size), None
 
   uniforms_BK = uniforms(keys, Role.DRAFT, config.num_draft)
-  back = config.num_draft + 1 if isinstance(draft, HiddenReader) else 2
+  # The K of the buffers, not of this round: the one before may have drafted more.
+  back = state.stats.accepted.shape[1] + 1 if isinstance(draft, HiddenReader) else 2
   # A text shorter than that is read from its start; what follows its end is overwritten.
   first_B1 = jnp.maximum(state.length[:, None] - back, 0)
   last_BT = first_B1 + jnp.arange(back)[None]
@@ -359,7 +362,9 @@ def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
       [state.finish, Finish.NAN, Finish.EOS, Finish.LENGTH, Finish.CACHE_FULL],
       Finish.RUNNING,
   ).astype(jnp.int32)
-  tested_BK = (kept_BT & (slot_1T <= accepted_B1) & (slot_1T < draft.num_drafted[:, None]))[:, :K]
+  tested_BT = kept_BT & (slot_1T <= accepted_B1) & (slot_1T < draft.num_drafted[:, None])
+  # Of a round of fewer tokens than the buffers are made for, the last columns count nothing.
+  counted = lambda flags_BT: jnp.pad(flags_BT[:, :K], ((0, 0), (0, state.stats.accepted.shape[1] - K)))
   return state.replace(
       tokens=put(state.tokens, block_BT),
       length=length_B,
@@ -370,8 +375,8 @@ def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
       logprobs=put(state.logprobs, logprobs_BT),
       ledger=keep_books(state.ledger, block_BT, kept_BT, where_BT) if state.ledger is not None else None,
       stats=DecodeStats(
-          accepted=state.stats.accepted + from_draft_BT[:, :K],
-          tested=state.stats.tested + tested_BK,
+          accepted=state.stats.accepted + counted(from_draft_BT),
+          tested=state.stats.tested + counted(tested_BT),
       ),
   )
 
@@ -381,7 +386,7 @@ def decode_step(target, draft, rule, sampling, state, config) -> tuple[DecodeSta
 
   Args: target LanguageModel; draft LanguageModel, `DraftSource` or None; rule `VerificationRule` or `Budget`, with
     numbers, one value per row, or one per row and drafted position [B, K] as leaves; sampling `SamplingParams`, with
-    numbers or one value per row; state from `prefill`.
+    numbers or one value per row; state from `prefill`, by a config of as many drafted tokens or more.
   Returns: the new state, and what the round saw.
   """
   rule, sampling = settled(rule, sampling, state.length.shape[0], draft, config)

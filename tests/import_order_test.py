@@ -38,6 +38,7 @@ LEVELS = {
   'models.checkpoint': ('M', 3.2),
   'distill': ('', 4),
   'metrics': ('', 4),
+  'schedule': ('', 4),
   'text': ('', 4.1),
   'models': ('M', 9),  # an __init__ without contents: nothing is to be taken from it
   '': ('', 9),  # the public names
