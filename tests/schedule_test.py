@@ -115,6 +115,14 @@ def test_the_chooser_counts_what_was_offered_and_looks_at_rows_that_go_on():
   assert chooser.num_draft == 0
 
 
+def test_a_position_is_reached_where_the_one_before_was_kept():
+  """The first token is nearly always kept and the second never; then one is drafted."""
+  chooser = Chooser(CHEAP, MOST, batch=1)
+  chooser.look(np.array([1]), np.zeros((1, MOST), int), np.array([False]))
+  chooser.look(np.array([17]), np.array([[16, 0, 0, 0]]), np.array([False]))
+  assert chooser.num_draft == best_num_draft(CHEAP, [16, 0, 0, 0], [17, 16, 0, 0], MOST) == 1
+
+
 def test_choices_do_not_depend_on_how_often_the_host_looks():
   """They are made after 9, 17, ... rounds, whether it streams or not."""
   kept = np.random.default_rng(3).binomial(1, 0.5, size=(33, 2, MOST)).cumprod(axis=2)
@@ -303,6 +311,8 @@ def check_figures(stats):
   assert sum(stats.calls_by_num_draft) == stats.verifier_calls
   assert len(stats.calls_by_num_draft) == MOST + 1 and len(stats.accepted_at) == len(stats.tested_at) == MOST
   assert all(a <= t for a, t in zip(stats.accepted_at, stats.tested_at))
+  offered = np.cumsum(stats.calls_by_num_draft[::-1])[::-1][1:]
+  assert np.all(np.array(stats.tested_at) <= offered), 'no more is tested than was to be drafted'
 
 
 def test_the_text_is_the_same_while_the_number_changes():
@@ -391,7 +401,7 @@ def test_costs_are_measured_once(measured, compiles, tmp_path):
   assert len(costs.verify) == MOST + 1 and done.tokens == [IDS] and done.stats.seconds.measure > 0
   assert sum(done.stats.calls_by_num_draft) == done.stats.verifier_calls
   for _ in range(2):
-    answer(num_draft=auto)
+    answer(num_draft=AutoDraft(MOST))
   assert len(measured) == 1
   # Another process finds them on disk; what is no use there is measured anew.
   [path] = (tmp_path / 'costs').iterdir()
