@@ -10,6 +10,7 @@ Markov chain in the tests another. Without a draft the same code is plain autore
 import dataclasses
 import enum
 import functools
+import numbers
 import typing
 from typing import Any, Protocol
 
@@ -77,6 +78,8 @@ class DecodeConfig:
   pad_id: int = 0
   ledger: bool = False  # whether to account for what the rule spends
   block_verification: bool = False  # whether prefixes are judged as a whole; for rules with a fixed target
+  # Nats: a draft model stops before its first token whose law has a larger entropy; None: never. (A greedy law has 0.)
+  stop_entropy: float | None = None
   hidden: bool = False  # whether the verifier's cache keeps hidden states, as it does for a draft that reads them
 
   def __post_init__(self):
@@ -86,6 +89,9 @@ class DecodeConfig:
     for name in ('max_length', 'vocab_size'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name}={getattr(self, name)}: need at least 1.')
+    limit = self.stop_entropy
+    if limit is not None and not (isinstance(limit, numbers.Real) and limit >= 0):
+      raise ValueError(f'stop_entropy={limit!r}: need a number of nats >= 0, or None.')
     for token in (*self.eos_ids, self.pad_id):
       if not 0 <= token < self.vocab_size:
         raise ValueError(f'eos_ids={self.eos_ids}, pad_id={self.pad_id}: token {token} is outside the vocabulary '
@@ -256,6 +262,10 @@ def propose(draft, sampling, state, keys, config):
   A draft model first re-reads the last two tokens of the text: after a round in which everything was kept it has not
   seen the last drafted one, and reading two always is cheaper than telling the cases apart. One that reads hidden
   states re-reads all that a round may have added, for which it had none.
+
+  With stop_entropy the draft of a row ends before the first token whose law has a larger entropy. That law depends on
+  the tokens before it only, never on the one drawn there, so what is kept has the law that it would have in a round of
+  any length. Once all rows have ended, no further step is computed.
   """
   if draft is None:
     B = state.length.shape[0]
@@ -279,20 +289,36 @@ def propose(draft, sampling, state, keys, config):
     probs_BV = to_probs(_masked(logits_B1V, config), sampling)[:, 0]
     return sampling_lib.sample(probs_BV, uniform_B), probs_BV
 
+  def goes_on(probs_BV):
+    if config.stop_entropy is None:
+      return jnp.ones_like(state.done)
+    # A law of NaN ends a draft too, and commit finds it there.
+    return ~state.done & (jnp.sum(jax.scipy.special.entr(probs_BV), axis=-1) <= config.stop_entropy)
+
   def next_slot(carry, slot_uniform):
-    token_B, cache = carry
+    token_B, going_B, cache = carry
     slot, uniform_B = slot_uniform
     logits_B1V, cache = draft(token_B[:, None], (state.length + slot)[:, None], cache)
     token_B, probs_BV = draw(logits_B1V, uniform_B)
-    return (token_B, cache), (token_B, probs_BV)
+    going_B &= goes_on(probs_BV)
+    return (token_B, going_B, cache), (token_B, probs_BV, going_B)
+
+  def padding(carry, _):
+    token_B, going_B, _ = carry
+    return carry, (token_B, jax.nn.one_hot(token_B, first_BV.shape[1], dtype=first_BV.dtype), going_B)
+
+  def next_if_any(carry, slot_uniform):
+    return jax.lax.cond(jnp.any(carry[1]), next_slot, padding, carry, slot_uniform)
 
   first_B, first_BV = draw(logits_BTV, uniforms_BK[:, 0])
+  going_B = goes_on(first_BV)
   slots = jnp.arange(config.num_draft - 1)
-  (_, cache), (tokens_KB, probs_KBV) = jax.lax.scan(next_slot, (first_B, cache), (slots, uniforms_BK.T[1:]))
+  (_, _, cache), (tokens_KB, probs_KBV, going_KB) = jax.lax.scan(
+      next_slot if config.stop_entropy is None else next_if_any, (first_B, going_B, cache), (slots, uniforms_BK.T[1:]))
   return Draft(
       tokens=jnp.concatenate([first_B[:, None], tokens_KB.T], axis=1),
       probs=jnp.concatenate([first_BV[:, None], probs_KBV.swapaxes(0, 1)], axis=1),
-      num_drafted=jnp.full_like(state.length, config.num_draft),
+      num_drafted=going_B.astype(jnp.int32) + jnp.sum(going_KB, axis=0, dtype=jnp.int32),
   ), cache
 
 

@@ -68,6 +68,7 @@ def generate_text(
     draft_tokenizer=None,
     ledger: bool = False,
     block_verification: bool = False,
+    stop_entropy: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Completions:
   """Answers a batch of prompts.
@@ -89,13 +90,15 @@ def generate_text(
     ledger: whether to account for what the rule spends, in stats and by token. A `Budget` always does.
     block_verification: whether drafts are judged as a whole, which keeps more of them, for the same law of the text.
       The rule must have a fixed target (all but Cactus, CactusExact and TopK, and those too as Static(rule)).
+    stop_entropy: nats; a draft model ends its draft before the first token whose law has a larger entropy, after
+      temperature and filters. The law of the text does not change. None: it drafts num_draft tokens.
     progress: called by the host now and then with the number of new tokens so far.
 
   Raises: ValueError, before anything is compiled, for input that cannot be answered.
   """
   run = _Run(prompts, target=target, tokenizer=tokenizer, draft=draft, rule=rule, sampling=sampling, stop=stop,
              num_draft=num_draft, max_new_tokens=max_new_tokens, seed=seed, raw=raw, draft_tokenizer=draft_tokenizer,
-             ledger=ledger, block_verification=block_verification)
+             ledger=ledger, block_verification=block_verification, stop_entropy=stop_entropy)
   looks = bool(run.stop) or progress is not None
   for _ in run.rounds(ROUNDS_PER_LOOK if looks else None):
     if progress is not None:
@@ -346,7 +349,7 @@ class _Run:
   """One batch on its way from prompts to text: the state on device, and what the host knows of it."""
 
   def __init__(self, prompts, *, target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens, stop, seed, raw,
-               draft_tokenizer, ledger, block_verification):
+               draft_tokenizer, ledger, block_verification, stop_entropy):
     _check_kinds(target, tokenizer, draft, sampling, num_draft, max_new_tokens)
     self._models = target, draft
     self._auto = None if draft is None else _auto(num_draft)
@@ -363,6 +366,9 @@ class _Run:
                        'end a row.')
     if max_new_tokens < 1:
       raise ValueError(f'max_new_tokens={max_new_tokens}: need at least 1.')
+    if stop_entropy is not None and (draft is None or isinstance(draft, DraftSource)):
+      raise ValueError(f'stop_entropy={stop_entropy!r} means nothing to draft={draft!r:.60}: it ends the draft of a '
+                       'model, by the laws of that model; drop it.')
     if draft_tokenizer is not None:
       check_tokenizers(tokenizer, draft_tokenizer)
 
@@ -396,6 +402,7 @@ class _Run:
         eos_ids=tuple(sorted({*target.config.eos_ids, *filter(lambda t: t is not None, [tokenizer.eos_token_id])})),
         ledger=bool(ledger) or isinstance(rule, Budget),
         block_verification=bool(block_verification),
+        stop_entropy=stop_entropy,
     )
     padded = np.zeros((len(taken), min(bucket(longest), self.config.capacity)), np.int32)
     for i, row in enumerate(taken):

@@ -159,7 +159,7 @@ def open_output(prompts, settings):
 def plain_rate(prompts, options) -> float:
   """Tokens a second of plain decoding of the same prompts."""
   options = {**options, 'draft': None, 'draft_tokenizer': None, 'rule': cj.Exact(), 'stop': (), 'ledger': False,
-             'block_verification': False}
+             'block_verification': False, 'stop_entropy': None}
   options['max_new_tokens'] = min(PLAIN_TOKENS, options['max_new_tokens'])
   return cj.generate_text(prompts, **options).stats.tokens_per_second
 

@@ -361,6 +361,15 @@ def test_a_stream_and_a_look_for_stops_make_the_same_choices(draft):
   assert done.stats.accepted > 0
 
 
+def test_a_draft_too_unsure_to_offer_anything_is_left_out():
+  """What it does not offer is not tested, and still counts against it."""
+  unsure = options()['draft'].replace(certainty=jnp.float32(4.0))
+  done = answer(draft=unsure, sampling=cj.SamplingParams(), stop_entropy=1.0)
+  assert done.tokens == [IDS] and done.stats.tested_at == (0,) * MOST
+  check_figures(done.stats)
+  assert done.stats.calls_by_num_draft[0] > 150
+
+
 def test_a_ledger_and_blocks_go_with_it():
   done = answer(flaws=range(60, 200, 2), ledger=True, block_verification=True, rule=cj.Clamp(0.1),
                 sampling=cj.SamplingParams(), certainty=8.0)

@@ -55,6 +55,7 @@ class _NumDraft(flags.ArgumentParser):
 
 
 flags.DEFINE(_NumDraft(), 'num_draft', 4, 'Tokens drafted a round; "auto": as many as decode fastest.')
+flags.DEFINE_float('stop_entropy', None, 'Nats: a draft model ends its draft before a law of larger entropy.')
 flags.DEFINE_float('temperature', 0.6, 'Sampling temperature; 0 is greedy.')
 flags.DEFINE_integer('top_k', 20, 'Sample among the k likeliest tokens; 0: among all.')
 flags.DEFINE_float('top_p', 0.95, 'Sample among the likeliest tokens that hold this mass; 1: among all.')
@@ -318,8 +319,8 @@ def describe(mesh=None) -> str:
 
 def settings() -> dict:
   """Everything that determines an answer, to be stored with it."""
-  names = ['draft', 'block_verification', 'ledger', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p',
-           'max_new_tokens', 'stop', 'seed', 'raw']
+  names = ['draft', 'block_verification', 'ledger', 'num_draft', 'stop_entropy', 'temperature', 'top_k', 'top_p',
+           'min_p', 'max_new_tokens', 'stop', 'seed', 'raw']
   verifier = FLAGS.verifier or os.path.basename(verifier_source())
   return {'verifier': verifier, 'rule': str(rule())} | held() | {name: getattr(FLAGS, name) for name in names}
 
@@ -331,6 +332,6 @@ def held() -> dict:
 
 def text_options() -> dict:
   """The options of `generate_text` that are no models, rules or laws."""
-  names = ('max_new_tokens', 'stop', 'seed', 'raw', 'ledger', 'block_verification')
+  names = ('max_new_tokens', 'stop', 'seed', 'raw', 'ledger', 'block_verification', 'stop_entropy')
   num_draft = cj.AutoDraft(folder=COSTS) if FLAGS.num_draft == 'auto' else FLAGS.num_draft
   return {'num_draft': num_draft} | {name: getattr(FLAGS, name) for name in names}
