@@ -164,6 +164,8 @@ def costs_of(target, draft, sampling, batch, config, folder, make_state) -> Cost
     sampling: `SamplingParams` with leaves [B]. config: `DecodeConfig` of the most drafted tokens a round.
     folder: a path or None. make_state: makes the state after `prefill` that is measured on, to be thrown away.
   """
+  # How early a draft ends is a matter of the text: its steps are measured whole, for any stop_entropy.
+  config = dataclasses.replace(config, stop_entropy=None)
   name = fingerprint(target, draft, batch, config)
   if name not in _measured:
     path = None if folder is None else pathlib.Path(folder) / f'{name}.json'
@@ -206,7 +208,8 @@ def _write(path, costs):
 def measure(target, draft, sampling, state, config) -> Costs:
   """What passes over the text of `state` cost. The state is used up: its buffers are given to the programs.
 
-  Between the widths that are timed, a pass of the verifier costs what is on the line between them.
+  Between the widths that are timed, a pass of the verifier costs what is on the line between them. The rule and its
+  ledger are left out: a rule that must solve for its law makes long drafts dearer than this says.
   """
   K = config.num_draft
   widths, lengths = sorted({1, 2, K // 2 + 1, K + 1}), sorted({1, K})

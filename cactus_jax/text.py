@@ -423,7 +423,10 @@ class _Run:
     self.state = None  # before the first round
 
   def rounds(self, max_rounds):
-    """Decodes, yielding after the first round and then after every max_rounds of them (None: not before the end)."""
+    """Decodes, yielding after the first round and then after every max_rounds of them (None: not before the end).
+
+    It yields more often where the number of drafted tokens is chosen in between.
+    """
     self._clock = metrics.CompileClock()
     self._decode = self._measure = 0.0
     if self._auto:

@@ -422,6 +422,8 @@ def test_costs_are_measured_once(measured, compiles, tmp_path):
     schedule._measured.clear()
     answer(num_draft=auto)
   assert len(measured) == 4
+  answer(num_draft=auto, stop_entropy=1.0)
+  assert len(measured) == 4, 'steps of a draft cost the same wherever it ends'
   answer(num_draft=auto, max_new_tokens=20)
   assert len(measured) == 5, 'other buffers have other costs'
 
