@@ -41,6 +41,7 @@ from cactus_jax.rules import (
     VerificationRule,
 )
 from cactus_jax.sampling import Draft, SamplingParams
+from cactus_jax.schedule import AutoDraft, Costs
 from cactus_jax.sharding import make_mesh, narrow
 from cactus_jax.text import (
     Completions,

@@ -10,6 +10,7 @@ Markov chain in the tests another. Without a draft the same code is plain autore
 import dataclasses
 import enum
 import functools
+import numbers
 from typing import Any, Protocol
 
 import flax.struct
@@ -77,6 +78,8 @@ class DecodeConfig:
   pad_id: int = 0
   ledger: bool = False  # whether to account for what the rule spends
   block_verification: bool = False  # whether prefixes are judged as a whole; for rules with a fixed target
+  # Nats: a draft model stops before its first token whose law has a larger entropy; None: never. (A greedy law has 0.)
+  stop_entropy: float | None = None
   hidden: bool = False  # whether the verifier's cache keeps hidden states, as it does for a draft that reads them
 
   def __post_init__(self):
@@ -86,6 +89,9 @@ class DecodeConfig:
     for name in ('max_length', 'vocab_size'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name}={getattr(self, name)}: need at least 1.')
+    limit = self.stop_entropy
+    if limit is not None and not (isinstance(limit, numbers.Real) and limit >= 0):
+      raise ValueError(f'stop_entropy={limit!r}: need a number of nats >= 0, or None.')
     for token in (*self.eos_ids, self.pad_id):
       if not 0 <= token < self.vocab_size:
         raise ValueError(f'eos_ids={self.eos_ids}, pad_id={self.pad_id}: token {token} is outside the vocabulary '
@@ -112,6 +118,8 @@ class DecodeState:
   Invariant: tokens[b, :length[b]] is final. The target's cache is valid for positions < length - 1, the draft's for
   positions < length - 2 (of a `HiddenReader` < length - 1 - K). Whatever lies beyond is overwritten before it can be
   attended to, so moving `length` is the whole of commit and rollback.
+
+  The K here is that of `prefill`, which sized the buffers: rounds may draft fewer, and not all the same.
   """
 
   tokens: jax.Array  # i32[B, S]
@@ -269,6 +277,10 @@ def propose(draft, sampling, state, keys, config):
   A draft model first re-reads the last two tokens of the text: after a round in which everything was kept it has not
   seen the last drafted one, and reading two always is cheaper than telling the cases apart. One that reads hidden
   states re-reads all that a round may have added, for which it had none.
+
+  With stop_entropy the draft of a row ends before the first token whose law has a larger entropy. That law depends on
+  the tokens before it only, never on the one drawn there, so what is kept has the law that it would have in a round of
+  any length. Once all rows have ended, no further step is computed.
   """
   if draft is None:
     B = state.length.shape[0]
@@ -279,7 +291,8 @@ def propose(draft, sampling, state, keys, config):
     return draft.propose(state.tokens, state.length, config.num_draft, config.vocab_size), None
 
   uniforms_BK = uniforms(keys, Role.DRAFT, config.num_draft)
-  back = config.num_draft + 1 if _reads_hidden(draft) else 2
+  # The K of the buffers, not of this round: the one before may have drafted more.
+  back = state.stats.accepted.shape[1] + 1 if _reads_hidden(draft) else 2
   # A text shorter than that is read from its start; what follows its end is overwritten.
   first_B1 = jnp.maximum(state.length[:, None] - back, 0)
   last_BT = first_B1 + jnp.arange(back)[None]
@@ -291,20 +304,36 @@ def propose(draft, sampling, state, keys, config):
     probs_BV = to_probs(_masked(logits_B1V, config), sampling)[:, 0]
     return sampling_lib.sample(probs_BV, uniform_B), probs_BV
 
+  def goes_on(probs_BV):
+    if config.stop_entropy is None:
+      return jnp.ones_like(state.done)
+    # A law of NaN ends a draft too, and commit finds it there.
+    return ~state.done & (jnp.sum(jax.scipy.special.entr(probs_BV), axis=-1) <= config.stop_entropy)
+
   def next_slot(carry, slot_uniform):
-    token_B, cache = carry
+    token_B, going_B, cache = carry
     slot, uniform_B = slot_uniform
     logits_B1V, cache = draft(token_B[:, None], (state.length + slot)[:, None], cache)
     token_B, probs_BV = draw(logits_B1V, uniform_B)
-    return (token_B, cache), (token_B, probs_BV)
+    going_B &= goes_on(probs_BV)
+    return (token_B, going_B, cache), (token_B, probs_BV, going_B)
+
+  def padding(carry, _):
+    token_B, going_B, _ = carry
+    return carry, (token_B, jax.nn.one_hot(token_B, first_BV.shape[1], dtype=first_BV.dtype), going_B)
+
+  def next_if_any(carry, slot_uniform):
+    return jax.lax.cond(jnp.any(carry[1]), next_slot, padding, carry, slot_uniform)
 
   first_B, first_BV = draw(logits_BTV, uniforms_BK[:, 0])
+  going_B = goes_on(first_BV)
   slots = jnp.arange(config.num_draft - 1)
-  (_, cache), (tokens_KB, probs_KBV) = jax.lax.scan(next_slot, (first_B, cache), (slots, uniforms_BK.T[1:]))
+  (_, _, cache), (tokens_KB, probs_KBV, going_KB) = jax.lax.scan(
+      next_slot if config.stop_entropy is None else next_if_any, (first_B, going_B, cache), (slots, uniforms_BK.T[1:]))
   return Draft(
       tokens=jnp.concatenate([first_B[:, None], tokens_KB.T], axis=1),
       probs=jnp.concatenate([first_BV[:, None], probs_KBV.swapaxes(0, 1)], axis=1),
-      num_drafted=jnp.full_like(state.length, config.num_draft),
+      num_drafted=going_B.astype(jnp.int32) + jnp.sum(going_KB, axis=0, dtype=jnp.int32),
   ), cache
 
 
@@ -374,7 +403,9 @@ def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
       [state.finish, Finish.NAN, Finish.EOS, Finish.LENGTH, Finish.CACHE_FULL],
       Finish.RUNNING,
   ).astype(jnp.int32)
-  tested_BK = (kept_BT & (slot_1T <= accepted_B1) & (slot_1T < draft.num_drafted[:, None]))[:, :K]
+  tested_BT = kept_BT & (slot_1T <= accepted_B1) & (slot_1T < draft.num_drafted[:, None])
+  # Of a round of fewer tokens than the buffers are made for, the last columns count nothing.
+  counted = lambda flags_BT: jnp.pad(flags_BT[:, :K], ((0, 0), (0, state.stats.accepted.shape[1] - K)))
   return state.replace(
       tokens=put(state.tokens, block_BT),
       length=length_B,
@@ -385,8 +416,8 @@ def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
       logprobs=put(state.logprobs, logprobs_BT),
       ledger=keep_books(state.ledger, block_BT, kept_BT, where_BT) if state.ledger is not None else None,
       stats=DecodeStats(
-          accepted=state.stats.accepted + from_draft_BT[:, :K],
-          tested=state.stats.tested + tested_BK,
+          accepted=state.stats.accepted + counted(from_draft_BT),
+          tested=state.stats.tested + counted(tested_BT),
       ),
   )
 
@@ -396,7 +427,7 @@ def decode_step(target, draft, rule, sampling, state, config) -> tuple[DecodeSta
 
   Args: target LanguageModel; draft LanguageModel, `DraftSource` or None; rule `VerificationRule` or `Budget`, with
     numbers, one value per row, or one per row and drafted position [B, K] as leaves; sampling `SamplingParams`, with
-    numbers or one value per row; state from `prefill`.
+    numbers or one value per row; state from `prefill`, by a config of as many drafted tokens or more.
   Returns: the new state, and what the round saw.
   """
   rule, sampling = settled(rule, sampling, state.length.shape[0], draft, config)

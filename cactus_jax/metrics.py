@@ -7,6 +7,7 @@ rule spent by the ledger, in nats, over all tokens decoded.
 
 import contextlib
 import dataclasses
+import itertools
 import time
 
 import jax
@@ -28,6 +29,7 @@ class Seconds:
   first_token: float  # reading the prompts and the first round
   decode: float  # the rounds after the first
   decoded: int  # tokens that those rounds gave
+  measure: float = 0.0  # measuring what passes cost, where the number of drafted tokens is chosen by it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Stats:
   seconds: Seconds
   lossless: bool = True  # whether the tokens follow the verifier's own law
   spent: Spent | None = None  # None if no ledger was kept
+  # Where the number of drafted tokens was chosen: the verifier calls that had K = 0, 1, ... of them. Else None.
+  calls_by_num_draft: tuple[int, ...] | None = None
 
   @property
   def accepted(self):
@@ -114,11 +118,11 @@ class Stats:
     return _ratio(self.seconds.decoded, self.seconds.decode)
 
 
-def summarize(state, prompt_length, new_tokens, seconds, lossless) -> Stats:
+def summarize(state, prompt_length, new_tokens, seconds, lossless, calls_by_num_draft=None) -> Stats:
   """The figures of a finished (or interrupted) `DecodeState`.
 
   Args: prompt_length int[B], where each row started; new_tokens, how many tokens were kept of what was decoded;
-    lossless, whether the rule was.
+    lossless, whether the rule was; calls_by_num_draft, counts, where that number was chosen.
   """
   length, rounds, counters, ledger = sharding.fetch((state.length, state.round, state.stats, state.ledger))
   spent = ledger and Spent(
@@ -138,13 +142,15 @@ def summarize(state, prompt_length, new_tokens, seconds, lossless) -> Stats:
       seconds=seconds,
       lossless=lossless,
       spent=spent,
+      calls_by_num_draft=None if calls_by_num_draft is None else tuple(map(int, calls_by_num_draft)),
   )
 
 
 def merge(parts) -> Stats:
   """The figures of several batches together; the first token's seconds are those of the first batch."""
   total = lambda name: sum(getattr(part, name) for part in parts)
-  columns = lambda name: tuple(map(sum, zip(*(getattr(part, name) for part in parts))))
+  # (A batch that was decoded without its draft has no columns.)
+  columns = lambda name: tuple(map(sum, itertools.zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)))
   seconds = lambda name: sum(getattr(part.seconds, name) for part in parts)
   ledgers = [part.spent for part in parts]
   spent = None if None in ledgers else Spent(
@@ -158,9 +164,11 @@ def merge(parts) -> Stats:
       verifier_calls=total('verifier_calls'),
       accepted_at=columns('accepted_at'),
       tested_at=columns('tested_at'),
-      seconds=Seconds(seconds('compile'), parts[0].seconds.first_token, seconds('decode'), seconds('decoded')),
+      seconds=Seconds(seconds('compile'), parts[0].seconds.first_token, seconds('decode'), seconds('decoded'),
+                      seconds('measure')),
       lossless=all(part.lossless for part in parts),
       spent=spent,
+      calls_by_num_draft=None if parts[0].calls_by_num_draft is None else columns('calls_by_num_draft'),
   )
 
 

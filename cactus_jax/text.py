@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import jinja2
 import numpy as np
 
-from cactus_jax import decode, metrics, sharding
+from cactus_jax import decode, metrics, schedule, sharding
 from cactus_jax import ledger as ledger_lib
 from cactus_jax.decode import DecodeConfig, Finish
 from cactus_jax.drafts import DraftSource
 from cactus_jax.ledger import Budget
 from cactus_jax.rules import Exact, Lenience, Static
 from cactus_jax.sampling import Draft, SamplingParams, is_greedy
+from cactus_jax.schedule import AutoDraft
 
 # Rounds between two looks of the host when it must look for stop strings or report progress.
 ROUNDS_PER_LOOK = 8
@@ -59,7 +60,7 @@ def generate_text(
     draft=None,
     rule=Exact(),
     sampling: SamplingParams = SamplingParams(),
-    num_draft: int = 4,
+    num_draft: int | str | AutoDraft = 4,
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
     seed: int | Sequence[int] = 0,
@@ -67,6 +68,7 @@ def generate_text(
     draft_tokenizer=None,
     ledger: bool = False,
     block_verification: bool = False,
+    stop_entropy: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Completions:
   """Answers a batch of prompts.
@@ -78,7 +80,8 @@ def generate_text(
     draft: a `Transformer` with the same tokenizer, a `DraftSource` such as `PromptLookup()`, or None: plain decoding.
     rule: a verification rule, or a `Budget` in nats; the default is lossless.
     sampling: how laws are made; numbers, or one value a row.
-    num_draft: tokens drafted a round.
+    num_draft: tokens drafted a round. 'auto', short for AutoDraft(), chooses the number by what passes cost and what is
+      kept; which tokens are drawn then depends on that, their law does not.
     max_new_tokens: at most so many a row. A row also ends where the context of either model does ('cache_full').
     stop: strings that end a text; the text is cut before the first of them.
     seed: one for all rows, or one for each. A row's draws depend on its seed and prompt only, not on the batch.
@@ -87,13 +90,15 @@ def generate_text(
     ledger: whether to account for what the rule spends, in stats and by token. A `Budget` always does.
     block_verification: whether drafts are judged as a whole, which keeps more of them, for the same law of the text.
       The rule must have a fixed target (all but Cactus, CactusExact and TopK, and those too as Static(rule)).
+    stop_entropy: nats; a draft model ends its draft before the first token whose law has a larger entropy, after
+      temperature and filters. The law of the text does not change. None: it drafts num_draft tokens.
     progress: called by the host now and then with the number of new tokens so far.
 
   Raises: ValueError, before anything is compiled, for input that cannot be answered.
   """
   run = _Run(prompts, target=target, tokenizer=tokenizer, draft=draft, rule=rule, sampling=sampling, stop=stop,
              num_draft=num_draft, max_new_tokens=max_new_tokens, seed=seed, raw=raw, draft_tokenizer=draft_tokenizer,
-             ledger=ledger, block_verification=block_verification)
+             ledger=ledger, block_verification=block_verification, stop_entropy=stop_entropy)
   looks = bool(run.stop) or progress is not None
   for _ in run.rounds(ROUNDS_PER_LOOK if looks else None):
     if progress is not None:
@@ -117,6 +122,9 @@ def record_rounds(prompts, **options) -> tuple[Draft, np.ndarray]:
   call.apply_defaults()
   if call.arguments['draft'] is None:
     raise ValueError('draft=None: without a draft there are no rounds to record.')
+  if _auto(call.arguments['num_draft']):
+    raise ValueError(f'num_draft={call.arguments["num_draft"]!r}: rounds are recorded with one number of drafted '
+                     'tokens; give it.')
   call.arguments.pop('progress')
   return _Run(**call.arguments).record()
 
@@ -268,6 +276,12 @@ def _settled_length(text, stops):
   return settled - max(begins, default=0)
 
 
+def _auto(num_draft) -> AutoDraft | None:
+  """How the number of drafted tokens is to be chosen; None if it is given."""
+  return AutoDraft() if isinstance(num_draft, str) and num_draft == 'auto' else (
+      num_draft if isinstance(num_draft, AutoDraft) else None)
+
+
 def _check_kinds(target, tokenizer, draft, sampling, num_draft, max_new_tokens):
   """Raises ValueError for an argument that is no such thing, before it fails somewhere inside.
 
@@ -281,7 +295,7 @@ def _check_kinds(target, tokenizer, draft, sampling, num_draft, max_new_tokens):
        'a model, a DraftSource such as PromptLookup(), or None'),
       ('tokenizer', tokenizer, hasattr(tokenizer, 'apply_chat_template'), 'a tokenizer, as from load_tokenizer'),
       ('sampling', sampling, isinstance(sampling, SamplingParams), 'SamplingParams(...)'),
-      ('num_draft', num_draft, is_count(num_draft), 'a whole number'),
+      ('num_draft', num_draft, is_count(num_draft) or _auto(num_draft), "a whole number, 'auto' or AutoDraft(...)"),
       ('max_new_tokens', max_new_tokens, is_count(max_new_tokens), 'a whole number'),
   ):
     if not valid:
@@ -335,9 +349,14 @@ class _Run:
   """One batch on its way from prompts to text: the state on device, and what the host knows of it."""
 
   def __init__(self, prompts, *, target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens, stop, seed, raw,
-               draft_tokenizer, ledger, block_verification):
+               draft_tokenizer, ledger, block_verification, stop_entropy):
     _check_kinds(target, tokenizer, draft, sampling, num_draft, max_new_tokens)
     self._models = target, draft
+    self._auto = None if draft is None else _auto(num_draft)
+    num_draft = auto.max_num_draft if (auto := _auto(num_draft)) else num_draft
+    if self._auto and not self._auto.costs and jax.process_count() > 1:
+      raise ValueError('num_draft is to be chosen by costs that each process would measure for itself, and then not '
+                       'all choose the same: give a number, or AutoDraft(costs=...).')
     self._tokenizer = tokenizer
     self.stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(s, str) and s for s in self.stop):
@@ -347,6 +366,9 @@ class _Run:
                        'end a row.')
     if max_new_tokens < 1:
       raise ValueError(f'max_new_tokens={max_new_tokens}: need at least 1.')
+    if stop_entropy is not None and (draft is None or isinstance(draft, DraftSource)):
+      raise ValueError(f'stop_entropy={stop_entropy!r} means nothing to draft={draft!r:.60}: it ends the draft of a '
+                       'model, by the laws of that model; drop it.')
     if draft_tokenizer is not None:
       check_tokenizers(tokenizer, draft_tokenizer)
 
@@ -380,6 +402,7 @@ class _Run:
         eos_ids=tuple(sorted({*target.config.eos_ids, *filter(lambda t: t is not None, [tokenizer.eos_token_id])})),
         ledger=bool(ledger) or isinstance(rule, Budget),
         block_verification=bool(block_verification),
+        stop_entropy=stop_entropy,
     )
     padded = np.zeros((len(taken), min(bucket(longest), self.config.capacity)), np.int32)
     for i, row in enumerate(taken):
@@ -389,6 +412,9 @@ class _Run:
     limit = self._prompt_length + np.where(np.arange(len(taken)) < len(rows), min(max_new_tokens, context), 0)
     self.lossless = draft is None or bool(getattr(rule, 'lossless', False))
     settled = decode.settled(rule, sampling, len(rows), draft, self.config)
+    if self._auto and any(leaf.ndim > 1 for leaf in jax.tree.leaves(settled[0])):
+      raise ValueError(f'{type(rule).__name__} has numbers for each drafted position, and num_draft is to be chosen: '
+                       'give the rule one number for all positions, or num_draft as a number.')
     repeat = lambda leaf: leaf[np.minimum(np.arange(len(taken)), len(rows) - 1)] if extra else leaf
     keys, settled = jax.tree.map(repeat, (row_keys(seed, rows), settled))
     *self._inputs, (self._rule, self._sampling) = self._placed(
@@ -397,9 +423,14 @@ class _Run:
     self.state = None  # before the first round
 
   def rounds(self, max_rounds):
-    """Decodes, yielding after the first round and then after every max_rounds of them (None: not before the end)."""
+    """Decodes, yielding after the first round and then after every max_rounds of them (None: not before the end).
+
+    It yields more often where the number of drafted tokens is chosen in between.
+    """
     self._clock = metrics.CompileClock()
-    self._decode = 0.0
+    self._decode = self._measure = 0.0
+    if self._auto:
+      self._measure = self._timed(self._find_costs)
     self._stopped = {}  # row -> (number of its tokens up to the stop string, text before it)
     self._first_token = self._timed(self._first_round)
     if self._clock.seconds or jax.process_count() > 1:  # (a cache may spare one process what it does not another)
@@ -430,16 +461,39 @@ class _Run:
       work()
       return time.perf_counter() - start - (self._clock.seconds - compiled)
 
+  def _find_costs(self):
+    auto = self._auto
+    self._costs = auto.costs or schedule.costs_of(
+        *self._models, self._sampling, len(self._prompt_length), self.config, auto.folder,
+        lambda: decode.prefill(*self._models, *self._inputs, self.config))
+
   def _first_round(self):
     self.state = None  # lets go of the caches of an earlier reading before there are others
-    self.state = decode.prefill(*self._models, *self._inputs, self.config)
+    self._target, self._draft = self._models
+    if self._auto:
+      self._chooser = schedule.Chooser(self._costs, self.config.num_draft, len(self._prompt_length))
+      self._draft = self._draft if self._chooser.num_draft else None
+    self.state = decode.prefill(self._target, self._draft, *self._inputs, self.config)
     self._advance(1)
 
   def _advance(self, max_rounds):
-    self.state = decode.generate(*self._models, self._rule, self._sampling, self.state, self.config, max_rounds)
+    config = self.config
+    if self._auto and self._draft is not None:
+      config = dataclasses.replace(config, num_draft=self._chooser.num_draft)
+      max_rounds = min(max_rounds or schedule.ROUNDS_PER_CHOICE, schedule.ROUNDS_PER_CHOICE)
+    self.state = decode.generate(
+        self._target, self._draft, self._rule, self._sampling, self.state, config, max_rounds)
     self._tokens, self._length, self._done = sharding.fetch((self.state.tokens, self.state.length, self.state.done))
+    if self._auto:
+      self._choose()
     if self.stop:
       self._look_for_stops()
+
+  def _choose(self):
+    self._chooser.look(*sharding.fetch((self.state.round, self.state.stats.accepted)), self._done)
+    if not self._chooser.num_draft and self._draft is not None:
+      # Plain decoding is faster. The draft does not read what is written from here on, so it stays out of this call.
+      self._draft, self.state = None, self.state.replace(draft_cache=None)
 
   def _look_for_stops(self):
     for row in range(self._count):
@@ -491,14 +545,15 @@ class _Run:
         emitted.append(ledger.emitted_logprobs[row, start : start + count].tolist())
         verifier.append(ledger.verifier_logprobs[row, start : start + count].tolist())
     decoded = self.new_tokens - self._first_tokens
-    seconds = metrics.Seconds(self._clock.seconds, self._first_token, self._decode, decoded)
+    seconds = metrics.Seconds(self._clock.seconds, self._first_token, self._decode, decoded, self._measure)
+    calls = self._chooser.calls if self._auto else None
     return Completions(
         texts=texts,
         tokens=tokens,
         from_draft=flags,
         logprobs=nats,
         finish_reasons=reasons,
-        stats=metrics.summarize(self.state, self._prompt_length, sum(map(len, tokens)), seconds, self.lossless),
+        stats=metrics.summarize(self.state, self._prompt_length, sum(map(len, tokens)), seconds, self.lossless, calls),
         kl=ledger.kl[: self._count].tolist() if ledger else None,
         emitted_logprobs=emitted if ledger else None,
         verifier_logprobs=verifier if ledger else None,

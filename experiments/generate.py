@@ -159,7 +159,7 @@ def open_output(prompts, settings):
 def plain_rate(prompts, options) -> float:
   """Tokens a second of plain decoding of the same prompts."""
   options = {**options, 'draft': None, 'draft_tokenizer': None, 'rule': cj.Exact(), 'stop': (), 'ledger': False,
-             'block_verification': False}
+             'block_verification': False, 'stop_entropy': None}
   options['max_new_tokens'] = min(PLAIN_TOKENS, options['max_new_tokens'])
   return cj.generate_text(prompts, **options).stats.tokens_per_second
 
@@ -180,6 +180,9 @@ def table(stats, plain) -> str:
       ('decode tokens/s', rate),
       ('compiling, apart', f'{times.compile:.1f} s'),
   ]
+  if stats.calls_by_num_draft is not None:
+    lines.insert(1, ('drafted tokens a round', chosen(stats.calls_by_num_draft)))
+    lines.append(('measuring costs, apart', f'{times.measure:.1f} s'))
   if stats.spent:
     spent = stats.spent
     lines += [
@@ -190,10 +193,22 @@ def table(stats, plain) -> str:
   return '\n'.join(f'  {name:28s}{value}' for name, value in lines)
 
 
+def chosen(calls) -> str:
+  """The number of drafted tokens that most verifier calls had, and the range of all of them."""
+  used = [k for k, count in enumerate(calls) if count]
+  if not used:
+    return '-'
+  return f'{max(used, key=lambda k: calls[k])}   (chosen; {used[0]}..{used[-1]} over the text)'
+
+
 def remarks(stats, plain, options) -> list[str]:
   """What a reader of the table should not overlook."""
   notes = []
-  if options['draft'] is not None and not stats.drafted:
+  calls = stats.calls_by_num_draft
+  if calls and calls[0]:
+    notes.append(f'Plain decoding was found to be faster than this draft, and served {calls[0]} of '
+                 f'{stats.verifier_calls} calls.')
+  elif options['draft'] is not None and not stats.drafted:
     notes.append('The draft proposed nothing: this was plain decoding at the price of speculation.')
   if not options['rule'].lossless and options['draft'] is None:
     notes.append('Without a draft there is nothing to accept or reject: this was plain decoding, whatever the rule.')

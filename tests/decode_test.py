@@ -1,7 +1,9 @@
 """The decoding loop on Markov chains, where the law and the text it must emit are known exactly."""
 
+import dataclasses
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,10 +197,11 @@ def law_of(chain):
   return np.stack([[laws.filtered_law(x) for x in row] for row in np.asarray(chain.logits_VVV)])
 
 
-@functools.partial(jax.jit, static_argnames='block')
-def four_tokens(rule, block):
+@functools.partial(jax.jit, static_argnames=('block', 'stop_entropy'))
+def four_tokens(rule, block, stop_entropy=None):
   """The new tokens i32[MANY, 4] of the loop and its ledger."""
-  config = DecodeConfig(num_draft=2, max_length=8, vocab_size=3, ledger=True, block_verification=block)
+  config = DecodeConfig(num_draft=2 if stop_entropy is None else 3, max_length=8, vocab_size=3, ledger=True,
+                        block_verification=block, stop_entropy=stop_entropy)
   prompt = jnp.tile(jnp.array([PROMPT]), (MANY, 1))
   length = jnp.full(MANY, len(PROMPT))
   keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), jnp.arange(MANY))
@@ -258,6 +261,83 @@ def test_joint_law_of_block_verification(name):
   fewer = jax.device_get(four_tokens(rule, False))[2] - rounds.astype(float)
   assert fewer.mean() >= -3 * fewer.std() / np.sqrt(MANY)
   assert name != 'exact' or fewer.mean() > 5 * fewer.std() / np.sqrt(MANY)
+
+
+# A draft that ends where it is unsure.
+
+
+def entropy(laws):
+  return np.sum(jax.scipy.special.entr(laws), axis=-1)
+
+
+@pytest.mark.parametrize('block', [False, True], ids=['token', 'block'])
+def test_joint_law_where_an_unsure_draft_ends(block):
+  """The verifier's chain: 200,000 rows, 81 texts, |z| < 5. Half of the draft's laws are beyond the limit."""
+  q_VVV, p_VVV = map(law_of, LOOP_PAIR)
+  limit = float(np.median(entropy(p_VVV)))
+  tokens, ledger, rounds = jax.device_get(four_tokens(Exact(), block, limit))
+  counts = np.zeros((3,) * 4)
+  np.add.at(counts, tuple(tokens.T), 1)
+  chain = laws.text_law(q_VVV, q_VVV, laws.exact_reference, 1, PROMPT[-2:], 4)
+  assert abs(laws.chi_square_z(counts.reshape(1, -1), chain.reshape(1, -1))) < 5
+  assert len(np.unique(rounds)) > 2 and 0 < ledger.decided.sum() < tokens.size
+  np.testing.assert_allclose(ledger.kl, 0, atol=1e-5)
+
+
+@flax.struct.dataclass
+class Counted:
+  """A model whose cache also counts its passes."""
+
+  model: fakes.MarkovLM
+
+  def __call__(self, tokens_BT, positions_BT, cache):
+    logits_BTV, inner = self.model(tokens_BT, positions_BT, cache[0])
+    return logits_BTV, (inner, cache[1] + 1)
+
+  def init_cache(self, batch, length):
+    return self.model.init_cache(batch, length), jnp.int32(0)
+
+
+def test_a_draft_ends_before_the_first_law_of_too_large_an_entropy():
+  """In each row by itself; when all have ended no step is computed, and what was not drafted is not counted."""
+  draft, limit = Counted(DRAFT), 1.7
+  config = dataclasses.replace(CONFIG, stop_entropy=limit)
+  state = fakes.start(TARGET, draft, prompts=ragged_prompts(), max_new=12, config=config)
+  seen, passes = set(), set()
+  while not np.all(state.done):
+    before = jax.device_get(state.replace(keys=None))
+    state, info = step(TARGET, draft, Exact(), SamplingParams(), state, config)
+    live = ~before.done
+    sure = entropy(np.asarray(info.draft.probs)) <= limit
+    num_drafted = np.cumprod(sure, axis=1).sum(axis=1) * live
+    np.testing.assert_array_equal(info.draft.num_drafted, num_drafted)
+    spent = int(state.draft_cache[1] - before.draft_cache[1])
+    assert spent == 1 + min(num_drafted.max(), K - 1)
+    tested = np.asarray(state.stats.tested - before.stats.tested)
+    assert np.all(tested.sum(axis=1) <= num_drafted)
+    accepted = np.asarray(info.verdict.num_accepted)
+    went_on = np.asarray(~state.done) & live
+    np.testing.assert_array_equal(tested.sum(axis=1)[went_on], np.minimum(accepted + 1, num_drafted)[went_on])
+    seen |= set(num_drafted[live].tolist())
+    passes.add(spent)
+  assert seen == set(range(K + 1)) and len(passes) > 1
+
+
+def test_at_no_entropy_at_all_only_the_sure_draft():
+  """A greedy law has none: its draft never ends early. One of several tokens always has some."""
+  config = dataclasses.replace(CONFIG, stop_entropy=0.0)
+  run = functools.partial(fakes.run, TARGET, DRAFT, prompts=ragged_prompts(), max_new=30)
+  greedy = SamplingParams(temperature=0.0)
+  assert_same_run(run(config=config, sampling=greedy), run(config=CONFIG, sampling=greedy))
+  never = run(config=config)
+  assert not never.stats.tested.any() and np.all(never.round == 30)
+
+
+def test_a_law_of_nan_does_not_end_a_draft_in_silence():
+  broken = fakes.Broken(DRAFT, jnp.full(B, 12))
+  config = dataclasses.replace(CONFIG, stop_entropy=1e3)
+  state = fakes.run(TARGET, broken, prompts=ragged_prompts(), max_new=30, config=config)
+  assert np.all(state.finish == Finish.NAN)
 
 
 # Greedy, and drafts that are the target.
@@ -681,6 +761,9 @@ def test_padding_of_the_vocabulary_is_never_emitted():
     (dict(eos_ids=(3, 5)), r'eos_ids=\(3, 5\), pad_id=0: token 5 is outside the vocabulary 0\.\.4'),
     (dict(eos_ids=(-1,)), 'token -1 is outside the vocabulary'),
     (dict(pad_id=5), 'token 5 is outside the vocabulary'),
+    (dict(stop_entropy=-0.5), 'stop_entropy=-0.5: need a number of nats >= 0, or None'),
+    (dict(stop_entropy=float('nan')), 'stop_entropy=nan: need a number of nats'),
+    (dict(stop_entropy='low'), "stop_entropy='low': need a number of nats"),
   ],
   ids=str,
 )

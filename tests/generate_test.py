@@ -3,10 +3,12 @@
 A run goes through the program's own door: argv in; printed lines, files and an exit code out.
 """
 
+import dataclasses
 import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import warnings
@@ -162,6 +164,7 @@ def test_one_answer_is_stored_once(cli, tmp_path):
     'block_verification': False,
     'ledger': False,
     'num_draft': 4,
+    'stop_entropy': None,
     'temperature': 0.0,
     'top_k': 20,
     'top_p': 0.95,
@@ -179,6 +182,20 @@ def test_plain_decoding_is_timed_beside(cli):
   code, out, _ = cli('--prompt=hi', '--temperature=0', '--raw', '--max_new_tokens=40')
   assert code == 0 and '(plain decoding: ' in out
   assert '(plain decoding: ' not in cli('--prompt=hi', '--temperature=0', '--draft=none', *SHORT)[1]
+
+
+def test_the_number_of_drafted_tokens_is_chosen(cli, tmp_path, monkeypatch):
+  """What passes cost is kept beside the compiled programs for the next run."""
+  monkeypatch.setattr(common, 'COSTS', str(tmp_path / 'costs'))
+  code, out, err = cli('--prompt=hi', '--temperature=0', '--num_draft=auto', *SHORT)
+  assert code == 0 and err == ''
+  first, answer, *table = out.splitlines()
+  assert first == 'verifier fake.gguf; draft lookup, as many tokens a round as pay; rule Exact()'
+  assert answer == ANSWER
+  [line] = [line for line in table if 'drafted tokens a round' in line]
+  assert re.search(r'drafted tokens a round +\d   \(chosen; \d\.\.\d over the text\)$', line)
+  [path] = (tmp_path / 'costs').iterdir()
+  assert set(json.loads(path.read_text())) == {'verify', 'draft', 'first'}
 
 
 def test_a_draft_brings_its_tokenizer(cli, loaded):
@@ -340,6 +357,13 @@ ERRORS = {
     '--prompt=hi --num_draft=0',
     'num_draft=0: speculative decoding needs at least 1 drafted',
   ),
+  'entropy of a lookup': (None, '--prompt=hi --stop_entropy=1', 'stop_entropy=1.0 means nothing to draft=PromptLookup'),
+  'negative entropy': (
+    None,
+    '--prompt=hi --draft=fake --stop_entropy=-1',
+    'stop_entropy=-1.0: need a number of nats >= 0, or None.',
+  ),
+  'a number in words': (None, '--num_draft=fast', "flag --num_draft=fast: need a whole number, or 'auto'"),
   'layers in words': (
     None,
     '--prompt=hi --draft=early_exit:two',
@@ -495,7 +519,12 @@ def test_sampling_and_text_options_are_those_of_the_flags(parsed):
   )
   assert common.sampling() == cj.SamplingParams(temperature=0.1, top_k=2, top_p=0.3, min_p=0.4)
   assert common.text_options() == dict(num_draft=5, max_new_tokens=256, stop=['a', 'b'], seed=6, raw=False,
-                                       ledger=False, block_verification=False)  # fmt: skip
+                                       ledger=False, block_verification=False, stop_entropy=None)  # fmt: skip
+  parsed('--num_draft=auto')
+  assert common.text_options()['num_draft'] == cj.AutoDraft(folder=common.COSTS)
+  assert common.settings()['num_draft'] == 'auto'
+  with pytest.raises(ValueError, match='--num_draft=auto: this program needs a number'):
+    common.num_draft()
 
 
 @pytest.mark.parametrize(
@@ -619,6 +648,17 @@ def test_table():
     'decode tokens/s': '5.0   (plain decoding: 4.0)',
     'compiling, apart': '1.0 s',
   }
+
+
+def test_the_table_says_which_numbers_were_chosen():
+  assert 'a round' not in generate.table(stats(), None)
+  chosen = stats(calls_by_num_draft=(0, 0, 2, 5, 1, 0), seconds=dataclasses.replace(stats().seconds, measure=3.0))
+  text = generate.table(chosen, None)
+  assert '\n  drafted tokens a round      3   (chosen; 2..4 over the text)\n' in text
+  assert text.splitlines()[-1].split() == 'measuring costs, apart 3.0 s'.split()
+  assert remarks(chosen) == []
+  [note] = remarks(stats(calls_by_num_draft=(8, 0), accepted_at=(), tested_at=()))
+  assert note == 'Plain decoding was found to be faster than this draft, and served 8 of 8 calls.'
 
 
 def test_table_of_an_empty_and_of_a_plain_run():

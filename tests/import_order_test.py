@@ -38,6 +38,7 @@ LEVELS = {
   'checkpoint': ('M', 3.2),
   'models.checkpoint': ('M', 3.2),
   'metrics': ('', 4),
+  'schedule': ('', 4),
   'text': ('', 4.1),
   'corpus': ('', 4.2),
   'distill': ('', 4.3),

@@ -595,6 +595,17 @@ def test_from_draft_marks_the_drafted_tokens_that_were_kept():
   assert done.stats.verifier_calls == 4
 
 
+def test_a_draft_ends_where_it_is_unsure():
+  """A draft of nearly flat laws offers nothing; one that is sure is not held back."""
+  ids = ids_of('abcdefghijklm') + [end()]
+  sure = pair([ids])
+  unsure = sure | {'draft': sure['draft'].replace(certainty=jnp.float32(4.0))}
+  sampled = dict(sampling=cj.SamplingParams(), stop_entropy=1.0)
+  with_sure, with_unsure = (answer(ids, **sampled, **models) for models in (sure, unsure))
+  assert with_sure.tokens == with_unsure.tokens == [ids]
+  assert with_sure.stats.accepted_at == (3, 3, 3, 3) and with_unsure.stats.tested_at == (0, 0, 0, 0)
+
+
 def test_logprobs_are_those_of_a_full_forward_pass(run, target):
   """By the law at temperature 1 without filters, over the tokenizer's tokens only."""
   filtered = cj.SamplingParams(temperature=0.7, top_k=5, top_p=0.9)
@@ -859,6 +870,15 @@ def message_cases():
       dict(num_draft=0),
       'num_draft=0: speculative decoding needs at least 1 drafted token a round; use '
       'draft=None for plain decoding.',
+    ),
+    'entropy of no draft': (dict(stop_entropy=1.0), 'stop_entropy=1.0 means nothing to draft=None: it ends the draft'),
+    'entropy of a lookup': (
+      dict(stop_entropy=1.0, draft=cj.PromptLookup()),
+      'stop_entropy=1.0 means nothing to draft=PromptLookup',
+    ),
+    'negative entropy': (
+      dict(stop_entropy=-1.0, draft=fakes.scripted([[5]], config())),
+      'stop_entropy=-1.0: need a number of nats >= 0, or None.',
     ),
     'seeds': (
       dict(prompts=['a', 'b'], seed=[1, 2, 3]),

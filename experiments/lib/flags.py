@@ -42,7 +42,22 @@ for field_name, owners in RULE_FIELDS.items():
 flags.DEFINE_boolean('static', False, 'Verify towards the law that the rule emits: the same text law, for any rule.')
 flags.DEFINE_boolean('block_verification', False, 'Judge drafts as a whole; Cactus and TopK need --static with it.')
 flags.DEFINE_boolean('ledger', False, 'Account for what the rule spends, in nats.')
-flags.DEFINE_integer('num_draft', 4, 'Tokens drafted a round.')
+
+
+class _NumDraft(flags.ArgumentParser):
+  """A whole number, or 'auto'."""
+
+  syntactic_help = "a whole number, or 'auto'"
+
+  def parse(self, argument):
+    try:
+      return 'auto' if argument == 'auto' else int(argument)
+    except ValueError:
+      raise ValueError(f'need {self.syntactic_help}') from None
+
+
+flags.DEFINE(_NumDraft(), 'num_draft', 4, 'Tokens drafted a round; "auto": as many as decode fastest.')
+flags.DEFINE_float('stop_entropy', None, 'Nats: a draft model ends its draft before a law of larger entropy.')
 flags.DEFINE_float('temperature', 0.6, 'Sampling temperature; 0 is greedy.')
 flags.DEFINE_integer('top_k', 20, 'Sample among the k likeliest tokens; 0: among all.')
 flags.DEFINE_float('top_p', 0.95, 'Sample among the likeliest tokens that hold this mass; 1: among all.')
@@ -72,6 +87,7 @@ MODEL_FLAGS = ('dtype', 'quantize', 'draft_quantize', 'kv_dtype')
 OWN_FLAGS = ('process_id', 'coordinator')
 _interrupts = []
 DEFAULT_CACHE = os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'cactus_jax', 'jax')
+COSTS = os.path.join(os.path.dirname(DEFAULT_CACHE), 'costs')  # what passes were measured to cost, for --num_draft=auto
 
 
 def set_defaults(**values):
@@ -241,7 +257,9 @@ def mesh() -> jax.sharding.Mesh | None:
 
 
 def num_draft() -> int:
-  """Tokens drafted a round."""
+  """Tokens drafted a round. Raises ValueError for 'auto': this is for programs that need a number."""
+  if FLAGS.num_draft == 'auto':
+    raise ValueError('--num_draft=auto: this program needs a number.')
   return FLAGS.num_draft
 
 
@@ -314,7 +332,8 @@ def distilled_folder(name):
 
 def describe(mesh=None) -> str:
   """One line that says what is about to run, and on which mesh."""
-  drafting = 'no draft' if draft_name() == 'none' else f'draft {draft_name()}, {FLAGS.num_draft} tokens a round'
+  tokens = 'as many tokens a round as pay' if FLAGS.num_draft == 'auto' else f'{FLAGS.num_draft} tokens a round'
+  drafting = 'no draft' if draft_name() == 'none' else f'draft {draft_name()}, {tokens}'
   by_block = ', verified by blocks' if FLAGS.block_verification else ''
   how = ''.join(f', {name} {value}' for name, value in held().items() if value)
   line = f'verifier {settings()["verifier"]}{how}; {drafting}; rule {rule()}{by_block}'
@@ -328,7 +347,7 @@ def describe(mesh=None) -> str:
 
 def settings() -> dict:
   """Everything that determines an answer, to be stored with it."""
-  names = ['block_verification', 'ledger', 'num_draft', 'temperature', 'top_k', 'top_p', 'min_p',
+  names = ['block_verification', 'ledger', 'num_draft', 'stop_entropy', 'temperature', 'top_k', 'top_p', 'min_p',
            'max_new_tokens', 'stop', 'seed', 'raw']
   verifier = FLAGS.verifier or os.path.basename(verifier_source())
   named = {'verifier': verifier, 'draft': draft_name(), 'rule': str(rule())}
@@ -341,6 +360,7 @@ def held() -> dict:
 
 
 def text_options() -> dict:
-  """The options of `generate_text` that are plain numbers and strings."""
-  names = ('num_draft', 'max_new_tokens', 'stop', 'seed', 'raw', 'ledger', 'block_verification')
-  return {name: getattr(FLAGS, name) for name in names}
+  """The options of `generate_text` that are no models, rules or laws."""
+  names = ('max_new_tokens', 'stop', 'seed', 'raw', 'ledger', 'block_verification', 'stop_entropy')
+  num_draft = cj.AutoDraft(folder=COSTS) if FLAGS.num_draft == 'auto' else FLAGS.num_draft
+  return {'num_draft': num_draft} | {name: getattr(FLAGS, name) for name in names}
