@@ -35,7 +35,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 STAGES = ('data', 'train', 'export')
 _OUTPUT = flags.DEFINE_string('output', None, 'Folder of the run.', allow_override=True)
-_STAGES = flags.DEFINE_list('stages', STAGES, f'What to do, of {", ".join(STAGES)}.')
+_STAGES = flags.DEFINE_list('stages', list(STAGES), f'What to do, of {", ".join(STAGES)}.')
 _CORPUS = flags.DEFINE_list('corpus', None, 'Folders of texts; by default OUTPUT/corpus.')
 _TOKENS = flags.DEFINE_integer('tokens', 1_000_000, 'Answered tokens that the corpus has to have.')
 _PROMPTS = flags.DEFINE_string('prompts_file', None, 'JSONL of prompts to be answered beside those that the verifier '
@@ -45,6 +45,8 @@ _BATCH = flags.DEFINE_integer('batch_size', 64, 'Rows decoded together.', allow_
 _TEMPERATURES = flags.DEFINE_list('temperatures', ['0.6', '0.6', '0.6', '1.0'], 'Of the answers, in turn.')
 _MAX_PROMPT = flags.DEFINE_integer('max_prompt', 144, 'Most tokens of a prompt, template included.')
 _KEEP_HIDDEN = flags.DEFINE_boolean('keep_hidden', True, 'Keep hidden states, 2 bytes a number, for --reads_hidden.')
+_START = flags.DEFINE_string('start', None, 'An exported draft of the same verifier to go on from; its shape and its '
+                             'head are those of the result.')
 _LAYERS = flags.DEFINE_list('layers', None, 'Which layers of the verifier the draft starts from; by default its last, '
                             'or without --reads_hidden its first two.')
 _READS_HIDDEN = flags.DEFINE_boolean('reads_hidden', True, 'Whether the draft reads the verifier\'s last hidden state.')
@@ -55,21 +57,22 @@ _LOSS = flags.DEFINE_list('loss', ['forward_kl:0.1', 'tv:1'], f'Losses and weigh
 TRAINING = {
     'passes': 'Passes over a text, each on the hidden states of the one before, with --reads_hidden.',
     'pass_decay': 'The weight of a pass to that of the one before.',
-    'filter_draft': None, 'steps': 'Steps of the optimiser.', 'batch_tokens': 'Tokens a batch, padding included.',
+    'filter_draft': 'Filter the draft\'s law in training as in use.', 'steps': 'Steps of the optimiser.',
+    'batch_tokens': 'Tokens a batch, padding included.',
     'accumulate': 'Batches whose gradients make one step.', 'learning_rate': 'The largest.',
     'warmup': 'Steps until the learning rate is reached.', 'weight_decay': 'Of AdamW.',
     'clip': 'The largest norm of a gradient.',
 }
+_TRAINING = {}
 for name, help_text in TRAINING.items():
   default = {field.name: field.default for field in dataclasses.fields(distill.DistillConfig)}[name]
   define = {bool: flags.DEFINE_boolean, int: flags.DEFINE_integer, float: flags.DEFINE_float}[type(default)]
-  define(name, default, help_text)
+  _TRAINING[name] = define(name, default, help_text)
 _EVERY = flags.DEFINE_integer('evaluate_every', 200, 'Steps between evaluations, each of which makes a checkpoint.')
 _HELD_OUT = flags.DEFINE_integer('held_out', 64, 'Conversations that are kept from training, to evaluate on.')
 _TRANSFORMERS = flags.DEFINE_boolean('transformers', False, 'Export for transformers too: a draft with a whole head '
                                      'that reads no hidden states.')
-FLAGS = flags.FLAGS
-common.set_defaults(draft='none')
+common.set_defaults(draft='none', max_new_tokens=240)
 
 
 def folders() -> tuple[pathlib.Path, list[pathlib.Path]]:
@@ -93,9 +96,10 @@ def corpus_settings() -> corpus.Settings:
     temperatures = tuple(map(float, _TEMPERATURES.value))
   except ValueError:
     raise ValueError(f'--temperatures={",".join(_TEMPERATURES.value)}: need numbers.') from None
+  sampling, options = common.sampling(), common.text_options()
   return corpus.Settings(
-      temperatures=temperatures, top_k=FLAGS.top_k, top_p=FLAGS.top_p, hidden=_KEEP_HIDDEN.value,
-      max_prompt=_MAX_PROMPT.value, max_answer=FLAGS.max_new_tokens, seed=FLAGS.seed, raw=FLAGS.raw)
+      temperatures=temperatures, top_k=sampling.top_k, top_p=sampling.top_p, hidden=_KEEP_HIDDEN.value,
+      max_prompt=_MAX_PROMPT.value, max_answer=options['max_new_tokens'], seed=options['seed'], raw=options['raw'])
 
 
 def training() -> distill.DistillConfig:
@@ -107,8 +111,10 @@ def training() -> distill.DistillConfig:
       mix.append((name, float(weight or 1)))
     except ValueError:
       raise ValueError(f'--loss={",".join(_LOSS.value)}: need NAME:WEIGHT, as in tv:1.') from None
-  return distill.DistillConfig(loss=tuple(mix), temperature=FLAGS.temperature, top_k=FLAGS.top_k, top_p=FLAGS.top_p,
-                               seed=FLAGS.seed, **{name: FLAGS[name].value for name in TRAINING})
+  sampling = common.sampling()
+  return distill.DistillConfig(
+      loss=tuple(mix), temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+      seed=common.text_options()['seed'], **{name: flag.value for name, flag in _TRAINING.items()})
 
 
 def layer_ids(target) -> list[int]:
@@ -170,11 +176,13 @@ def split(texts) -> tuple[list, list]:
   return train, held_out
 
 
-def untrained(output, target, train=None) -> student_lib.Student:
+def untrained(output, target, tokenizer, train=None) -> student_lib.Student:
   """The draft before its first step, with the head of the run, which is chosen by the texts once.
 
   Raises ValueError if it has not been chosen and there are no texts.
   """
+  if _START.value is not None:
+    return student_lib.load(_START.value, target, tokenizer)
   path = output / 'train' / 'head_ids.npy'
   if path.exists():
     head_ids = np.load(path)
@@ -183,18 +191,19 @@ def untrained(output, target, train=None) -> student_lib.Student:
   else:
     head_ids = distill.frequent_tokens(train, _HEAD.value, target.config.vocab_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path.with_name('.head_ids.partial.npy'), head_ids)
-    os.replace(path.with_name('.head_ids.partial.npy'), path)
+    partial = path.with_name('.head_ids.partial.npy')
+    np.save(partial, head_ids)
+    os.replace(partial, path)
   if len(head_ids) != _HEAD.value:
     raise ValueError(f'{path} has {len(head_ids)} tokens, --head_size={_HEAD.value}: choose another --output.')
   return student_lib.new_student(target, layer_ids(target), head_ids, reads_hidden=_READS_HIDDEN.value,
                                  window=_WINDOW.value)
 
 
-def train_draft(output, texts, target):
+def train_draft(output, texts, target, tokenizer):
   """The second stage."""
   train, held_out = split(texts)
-  student, config, folder = untrained(output, target, train), training(), output / 'train'
+  student, config, folder = untrained(output, target, tokenizer, train), training(), output / 'train'
   count = sum(len(one.top_ids) for one in train)
   print(f'training on {count} answered tokens of {len(train)} conversations, evaluating on {len(held_out)}')
   start = time.time()
@@ -219,7 +228,7 @@ def shown(rows):
 
 def export(output, target, tokenizer):
   """The third stage."""
-  student, rows = distill.restore(untrained(output, target), training(), output / 'train' / 'checkpoints')
+  student, rows = distill.restore(untrained(output, target, tokenizer), training(), output / 'train' / 'checkpoints')
   if not rows:
     raise ValueError(f'{output / "train"} holds no checkpoint: run --stages=train first.')
   about = {'step': rows[-1]['step'], 'held_out_acceptance': rows[-1]['held_out'],
@@ -258,7 +267,7 @@ def main():
   if 'data' in _STAGES.value:
     write_texts(texts[0], target, tokenizer, prompts)
   if 'train' in _STAGES.value:
-    train_draft(output, texts, target)
+    train_draft(output, texts, target, tokenizer)
   if 'export' in _STAGES.value:
     export(output, target, tokenizer)
 

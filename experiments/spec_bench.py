@@ -1,12 +1,12 @@
 """What a draft gains on prompts of many kinds, by category: acceptance, accepted length, speed against plain decoding.
 
   python experiments/spec_bench.py --data=spec_bench.jsonl                       # 2 prompts of each category
-  python experiments/spec_bench.py --data=spec_bench.jsonl --per_category=5 --arms=exact:3,cactus:4 --output=rows.jsonl
+  python experiments/spec_bench.py --data=spec_bench.jsonl --per_category=5 --rule=clamp --tau=0.6 --output=rows.jsonl
 
 The file is Spec-Bench's (Xia et al., 2024), one JSON object a line with `category` and `turns`, of which the first is
-answered; or any JSONL with --prompt_field and --category_field. An arm is a rule and how many tokens are drafted, as
-exact:3 or cactus:5, with --delta for cactus. Arms take turns on each prompt, after a turn that compiles, and are timed
-from prompt to last token; speeds are sums over prompts. Acceptance is the mean of sum min(p, q) at the first drafted
+answered; or any JSONL with --prompt_field and --category_field. An arm is a rule and how many tokens are drafted:
+exact:3, or rule:3 for the rule of --rule (cactus, with delta 1). Arms take turns on each prompt, after a turn that
+compiles, and are timed from prompt to last token; speeds are sums over prompts. Acceptance is the mean of sum min(p, q) at the first drafted
 token of each round of the exact rule, from the laws themselves; it needs no luck of the draw.
 """
 
@@ -30,24 +30,22 @@ _CATEGORY_FIELD = flags.DEFINE_string('category_field', 'category', 'Where a lin
                                       'that of the file.')
 _PER_CATEGORY = flags.DEFINE_integer('per_category', 2, 'Prompts of each category.')
 _MAX_PROMPT = flags.DEFINE_integer('max_prompt', 512, 'Longer prompts are passed over, tokens.', allow_override=True)
-_ARMS = flags.DEFINE_list('arms', ['exact:2', 'exact:3', 'exact:5', 'cactus:3', 'cactus:5'], 'RULE:K to compare.',
+_ARMS = flags.DEFINE_list('arms', ['exact:2', 'exact:3', 'exact:5', 'rule:3', 'rule:5'], 'What to compare.',
                           allow_override=True)
 _ACCEPTANCE_ROUNDS = flags.DEFINE_boolean('acceptance', True, 'Measure the exact acceptance too.')
 _REPEATS = flags.DEFINE_integer('repeats', 1, 'Turns of each arm on each prompt.', allow_override=True)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append a row for each category and arm to.',
                               allow_override=True)
-RULES = {'exact': lambda: cj.Exact(), 'cactus': lambda: cj.Cactus(common.FLAGS.delta or 1.0)}
 
 
 def arms() -> dict:
   """{name: (rule, K)}, plain decoding first, with K = 0."""
-  found = {'plain': (cj.Exact(), 0)}
+  found, rules = {'plain': (cj.Exact(), 0)}, {'exact': cj.Exact(), 'rule': common.rule()}
   for name in _ARMS.value:
     rule, _, num = name.partition(':')
-    if rule not in RULES or not num.isdigit() or int(num) < 1:
-      raise ValueError(f'--arms={",".join(_ARMS.value)}: {name!r} is no RULE:K with a rule of {", ".join(RULES)} and a '
-                       'K of at least 1.')
-    found[name] = (RULES[rule](), int(num))
+    if rule not in rules or not num.isdigit() or int(num) < 1:
+      raise ValueError(f'--arms={",".join(_ARMS.value)}: {name!r} is neither exact:K nor rule:K, with a K of 1 or more.')
+    found[name] = (rules[rule], int(num))
   return found
 
 
@@ -69,7 +67,7 @@ def read_prompts(tokenizer) -> dict:
     kept = found.setdefault(row.get(_CATEGORY_FIELD.value, os.path.basename(_DATA.value)), [])
     if len(kept) < _PER_CATEGORY.value:
       prompt = prompt_of(row)
-      if len(text.encode([prompt], tokenizer, common.FLAGS.raw)[0]) <= _MAX_PROMPT.value:
+      if len(text.encode([prompt], tokenizer, common.text_options()['raw'])[0]) <= _MAX_PROMPT.value:
         kept.append(prompt)
   found = {category: prompts for category, prompts in found.items() if prompts}
   if not found:
@@ -100,7 +98,7 @@ def measure(prompt, chosen, options) -> dict:
 def main():
   """Prints the table, and appends its rows to --output."""
   chosen = arms()
-  common.refuse(['rule', 'num_draft', 'ledger', 'block_verification', 'seed'], 'arms are named by --arms')
+  common.refuse(['num_draft', 'ledger', 'block_verification', 'seed'], 'arms are named by --arms')
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   tokenizer = cj.load_tokenizer(common.verifier_source())
   prompts = read_prompts(tokenizer)
@@ -108,10 +106,11 @@ def main():
   draft, draft_tokenizer = common.draft(target, tokenizer=tokenizer)
   if draft is None:
     raise ValueError('--draft=none: there is nothing to measure.')
+  new_tokens = common.text_options()['max_new_tokens']
   options = dict(target=target, tokenizer=tokenizer, draft=draft, draft_tokenizer=draft_tokenizer,
-                 sampling=common.sampling(), max_new_tokens=common.FLAGS.max_new_tokens, raw=common.FLAGS.raw)
+                 sampling=common.sampling(), max_new_tokens=new_tokens, raw=common.text_options()['raw'])
   machine = f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
-  print(f'draft {common.draft_name()}, {common.held()}, {machine}', flush=True)
+  print(f'{common.describe()}; {machine}', flush=True)
   longest = max(num for _, num in chosen.values())
   figures, totals = [], {name: np.zeros(4) for name in chosen}
   overall = np.zeros(2)
@@ -132,7 +131,7 @@ def main():
   print(shown(figures, chosen))
   for figure in figures if rows else ():
     rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, 'draft': common.draft_name(),
-                 'max_new_tokens': common.FLAGS.max_new_tokens, **common.held(), **figure})
+                 'rule': str(common.rule()), 'max_new_tokens': new_tokens, **common.held(), **figure})
 
 
 def table(category, sums, acceptance) -> list[dict]:
@@ -159,5 +158,5 @@ def shown(figures, chosen) -> str:
 
 
 if __name__ == '__main__':
-  common.set_defaults(max_new_tokens=128)
+  common.set_defaults(max_new_tokens=128, rule='cactus', delta=1.0)
   common.run(main)
