@@ -6,8 +6,8 @@
 The file is Spec-Bench's (Xia et al., 2024), one JSON object a line with `category` and `turns`, of which the first is
 answered; or any JSONL with --prompt_field and --category_field. An arm is a rule and how many tokens are drafted:
 exact:3, or rule:3 for the rule of --rule (cactus, with delta 1). Arms take turns on each prompt, after a turn that
-compiles, and are timed from prompt to last token; speeds are sums over prompts. Acceptance is the mean of sum min(p, q) at the first drafted
-token of each round of the exact rule, from the laws themselves; it needs no luck of the draw.
+compiles, and are timed from prompt to last token; speeds are sums over prompts. Acceptance is the mean of
+sum min(p, q) at the first drafted token of each round of the exact rule: from the laws, so without luck of the draw.
 """
 
 import os
@@ -44,7 +44,7 @@ def arms() -> dict:
   for name in _ARMS.value:
     rule, _, num = name.partition(':')
     if rule not in rules or not num.isdigit() or int(num) < 1:
-      raise ValueError(f'--arms={",".join(_ARMS.value)}: {name!r} is neither exact:K nor rule:K, with a K of 1 or more.')
+      raise ValueError(f'--arms={",".join(_ARMS.value)}: {name!r} is neither exact:K nor rule:K with K > 0.')
     found[name] = (rules[rule], int(num))
   return found
 
