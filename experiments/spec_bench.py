@@ -6,8 +6,9 @@
 The file is Spec-Bench's (Xia et al., 2024), one JSON object a line with `category` and `turns`, of which the first is
 answered; or any JSONL with --prompt_field and --category_field. An arm is a rule and how many tokens are drafted:
 exact:3, or rule:3 for the rule of --rule (cactus, with delta 1). Arms take turns on each prompt, after a turn that
-compiles, and are timed from prompt to last token; speeds are sums over prompts. Acceptance is the mean of
-sum min(p, q) at the first drafted token of each round of the exact rule: from the laws, so without luck of the draw.
+compiles if none of that shape has, and are timed from prompt to last token; speeds are sums over prompts. Acceptance is
+the mean of sum min(p, q) at the first drafted token of each round of the exact rule: from the laws, so without luck of
+the draw.
 """
 
 import os
@@ -81,10 +82,10 @@ def exact_acceptance(prompt, num_draft, options) -> tuple[float, int]:
   return float(np.minimum(drafted.probs[:, 0], target_probs[:, 0]).sum()), len(target_probs)
 
 
-def measure(prompt, chosen, options) -> dict:
+def measure(prompt, chosen, options, is_compiled) -> dict:
   """{arm: [seconds, tokens, verifier calls, accepted]} of one prompt, sums over the turns."""
   sums = {name: np.zeros(4) for name in chosen}
-  for turn in range(_REPEATS.value + 1):
+  for turn in range(is_compiled, _REPEATS.value + 1):
     for name, (rule, num_draft) in chosen.items():
       draft = options['draft'] if num_draft else None
       done = cj.generate_text([prompt], **options | {'draft': draft}, rule=rule, num_draft=max(num_draft, 1), seed=turn)
@@ -113,14 +114,17 @@ def main():
   print(f'{common.describe()}; {machine}', flush=True)
   longest = max(num for _, num in chosen.values())
   figures, totals = [], {name: np.zeros(4) for name in chosen}
-  overall = np.zeros(2)
+  overall, compiled = np.zeros(2), set()
   with tqdm(total=sum(map(len, prompts.values())), unit='prompt') as bar:
     for category, those in prompts.items():
       sums, acceptance = {name: np.zeros(4) for name in chosen}, np.zeros(2)
       for prompt in those:
         common.stop_if_interrupted()
-        for name, values in measure(prompt, chosen, options).items():
+        length = len(text.encode([prompt], tokenizer, options['raw'])[0])
+        shape = text.bucket(length), text.bucket(length + new_tokens)
+        for name, values in measure(prompt, chosen, options, shape in compiled).items():
           sums[name] += values
+        compiled.add(shape)
         if _ACCEPTANCE_ROUNDS.value:
           acceptance += exact_acceptance(prompt, longest, options)
         bar.update()

@@ -18,8 +18,8 @@ from cactus_jax.models import student
 from lib import pod
 
 flags.DEFINE_string('verifier', None, 'Folder, hub id or .gguf file; by default the packaged SmolLM2-135M-Instruct.')
-flags.DEFINE_string('draft', None, 'Draft: a folder, hub id or .gguf file, "distilled" (that of the default verifier, '
-                    'which is the default for it), "lookup" (the default for others), "early_exit:N" or "none".')
+flags.DEFINE_string('draft', None, 'Draft: a folder, hub id or .gguf file, "lookup", "early_exit:N", "none", or '
+                    '"distilled", that of the default verifier; by default that, if it is installed, else "lookup".')
 flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16'], 'Of weights; by default float32 on a CPU, else bfloat16.')
 flags.DEFINE_enum('quantize', None, ['int8'], 'Hold the matrices of the verifier as 8-bit integers.')
 flags.DEFINE_enum('draft_quantize', None, ['int8'], 'The same of a draft that is a model of its own.')
