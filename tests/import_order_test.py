@@ -33,12 +33,14 @@ LEVELS = {
   'models.weights': ('M', 3),
   'models.hf': ('M', 3.1),
   'models.gguf': ('M', 3.1),
+  'models.student': ('M', 3.2),
   'models.load': ('M', 3.3),
   'checkpoint': ('M', 3.2),
   'models.checkpoint': ('M', 3.2),
-  'distill': ('', 4),
   'metrics': ('', 4),
   'text': ('', 4.1),
+  'corpus': ('', 4.2),
+  'distill': ('', 4.3),
   'models': ('M', 9),  # an __init__ without contents: nothing is to be taken from it
   '': ('', 9),  # the public names
 }
