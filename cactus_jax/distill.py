@@ -197,7 +197,7 @@ def train_step(state, student, batch, config) -> tuple[TrainState, dict]:
   (value, acceptance), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights, student, batch, config)
   updates, inner = optimizer(config).update(gradient, state.optimizer, state.weights)
   state = TrainState(state.step + 1, optax.apply_updates(state.weights, updates), inner)
-  return state, {'loss': value, 'acceptance': acceptance, 'gradient': optax.global_norm(gradient)}
+  return state, {'loss': value, 'acceptance': acceptance, 'gradient': optax.tree.norm(gradient)}
 
 
 @functools.partial(jax.jit, static_argnames='config')

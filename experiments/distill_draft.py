@@ -36,9 +36,10 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 STAGES = ('data', 'train', 'export')
 _OUTPUT = flags.DEFINE_string('output', None, 'Folder of the run.', allow_override=True)
-_STAGES = flags.DEFINE_list('stages', STAGES, f'What to do, of {", ".join(STAGES)}.')
+_STAGES = flags.DEFINE_list('stages', list(STAGES), f'What to do, of {", ".join(STAGES)}.')
 _CORPUS = flags.DEFINE_list('corpus', None, 'Folders of texts; by default OUTPUT/corpus.')
-_TOKENS = flags.DEFINE_integer('tokens', 1_000_000, 'Answered tokens that the corpus has to have.', 1)
+_TOKENS = flags.DEFINE_integer('tokens', 1_000_000, 'Answered tokens that the corpus has to have.', 1,
+                               allow_override=True)
 _PROMPTS = flags.DEFINE_string('prompts_file', None, 'JSONL of prompts to be answered beside those that the verifier '
                                'thinks of.', allow_override=True)
 _FIELD = flags.DEFINE_string('prompt_field', 'prompt', 'Where a line has its prompt.', allow_override=True)

@@ -118,7 +118,7 @@ def test_stages_one_by_one_with_a_kill_in_each(cli, done, tmp_path, monkeypatch)
 
       patched.setattr(distill, 'train_step', killed)
       code, out, err = cli(output, '--stages=data,train')
-      assert code == (130 if number < 3 else 0), err
+      assert code == (130 if number < 4 else 0), err
   assert not (output / 'export').exists()
   code, out, err = cli(output, '--stages=export')
   assert code == 0, err

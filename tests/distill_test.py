@@ -13,7 +13,6 @@ import cactus_jax as cj
 from cactus_jax import corpus, distill
 from cactus_jax.distill import DistillConfig
 from cactus_jax.models import student as student_lib
-from cactus_jax.models import transformer
 from tests import talker
 from tests.talker import CONFIG
 
@@ -497,10 +496,3 @@ def test_few_steps_are_steps(steps, warmup):
   for _ in range(steps):
     updates, state = distill.optimizer(config).update({'x': jnp.ones(3)}, state, weights)
   assert np.abs(updates['x']).max() > 0 and np.isfinite(updates['x']).all()
-
-
-def test_logits_of_training_have_a_row_for_each_token_of_the_head(readers, texts):
-  batch = some_batch(texts)
-  hidden_BTD = readers[True].read_text(batch.tokens, batch.hidden)
-  params, config = readers[True].body.params, readers[True].config
-  assert transformer.logits(params, config, hidden_BTD).shape == (4, 16, len(HEAD))
