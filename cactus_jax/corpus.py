@@ -36,6 +36,7 @@ from cactus_jax.sampling import SamplingParams
 
 SETTINGS = 'corpus.json'
 SHARD = 128  # conversations a file
+GIVE_UP = 1000  # texts in a row of which none could be kept
 DISTINCT = 0.5  # an answer with a smaller share of distinct runs of four tokens is a loop, and is dropped
 MARK = 'MARKmarkMARK'  # stands for the user's turn in a chat template
 
@@ -63,6 +64,8 @@ class Settings:
       raise ValueError('temperatures is empty: need at least one.')
     if not self.top_k <= self.top:
       raise ValueError(f'top_k={self.top_k}: the laws are kept of {self.top} tokens, so it can be at most that.')
+    for temperature in (*self.temperatures, self.ask_temperature):
+      SamplingParams(temperature, self.top_k, self.top_p)  # sees that they are numbers it can have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +97,10 @@ def write(folder, target, tokenizer, prompts=(), *, num_tokens, settings=Setting
       writes all others itself.
     batch: rows decoded together.
     progress: called with the number of answered tokens in the folder and in memory.
-  Raises: ValueError for a folder with other settings, a tokenizer without chat template (unless settings.raw), prompts
-    that are longer than settings.max_prompt.
+  Returns: the number of answered tokens in the folder.
+  Raises: ValueError for a folder with other settings or a damaged shard, a tokenizer without chat template (unless
+    settings.raw), prompts that are all longer than settings.max_prompt, and for a verifier whose texts are of no use:
+    NaN, or GIVE_UP in a row that could not be kept.
   """
   folder = pathlib.Path(folder)
   prepare(folder, settings, target, tokenizer)
@@ -105,6 +110,7 @@ def write(folder, target, tokenizer, prompts=(), *, num_tokens, settings=Setting
     if progress is not None:
       progress(job.num_tokens)
   job.save()
+  return job.num_tokens
 
 
 def prepare(folder, settings, target, tokenizer):
@@ -113,19 +119,12 @@ def prepare(folder, settings, target, tokenizer):
   if longest > target.config.max_length:
     raise ValueError(f'max_prompt={settings.max_prompt} and max_answer={settings.max_answer} are {longest} tokens, the '
                      f'context of the verifier is {target.config.max_length}.')
-  ours = dataclasses.asdict(settings) | {
-      'temperatures': list(settings.temperatures), 'vocab_size': target.config.vocab_size,
-      'embed_dim': target.config.embed_dim, 'tokenizer': hf.digest(tokenizer)}
+  if settings.top > target.config.vocab_size:
+    raise ValueError(f'top={settings.top}: the verifier has {target.config.vocab_size} tokens.')
+  ours = dataclasses.asdict(settings) | {'temperatures': list(settings.temperatures)} | _writer(target, tokenizer)
   path = folder / SETTINGS
   if path.exists():
-    try:
-      theirs = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as error:
-      raise ValueError(f'{path}: damaged ({error}); choose another folder.') from None
-    other = [f'{name} is {theirs.get(name)!r} there and {value!r} here' for name, value in ours.items()
-             if theirs.get(name) != value]
-    if other:
-      raise ValueError(f'{folder} holds a corpus of other settings ({"; ".join(other)}): choose another folder.')
+    _compare(folder, ours, 'of other settings', 'choose another folder')
     return
   if shards(folder):
     raise ValueError(f'{folder}: holds shards without {SETTINGS}; choose another folder.')
@@ -138,12 +137,40 @@ def prepare(folder, settings, target, tokenizer):
     raise ValueError(f'{folder}: could not be written ({error}).') from error
 
 
+def check_verifier(folder, target, tokenizer):
+  """Raises ValueError for a corpus that was written by a verifier of another size or tokenizer, or for none."""
+  _compare(folder, _writer(target, tokenizer), 'of another verifier', 'write one with this verifier')
+
+
+def _writer(target, tokenizer):
+  return {'vocab_size': target.config.vocab_size, 'embed_dim': target.config.embed_dim,
+          'tokenizer': hf.digest(tokenizer)}
+
+
+def _compare(folder, ours, what, advice):
+  """Raises ValueError where settings of a corpus are not these."""
+  path = pathlib.Path(folder) / SETTINGS
+  try:
+    theirs = json.loads(path.read_text(encoding='utf-8'))
+    if not isinstance(theirs, dict):
+      raise ValueError(f'it holds {theirs!r:.40}')
+  except (OSError, ValueError) as error:
+    raise ValueError(f'{path}: damaged or missing ({error}); choose another folder.') from None
+  other = [f'{name} is {theirs.get(name)!r} there and {value!r} here' for name, value in ours.items()
+           if theirs.get(name) != value]
+  if other:
+    raise ValueError(f'{folder} holds a corpus {what} ({"; ".join(other)}): {advice}.')
+
+
 class _Job:
   """A corpus in the making: the rows that are decoded, what waits for one, and what waits for a file."""
 
   def __init__(self, folder, target, tokenizer, prompts, settings, batch):
     self._folder, self._target, self._tokenizer, self._settings = folder, target, tokenizer, settings
     self._opening = opening(tokenizer, settings.raw)
+    if len(self._opening) >= settings.max_prompt and not settings.raw:
+      raise ValueError(f'max_prompt={settings.max_prompt}: the chat template alone takes {len(self._opening)} tokens '
+                       'before a user\'s turn.')
     encoded = text.encode(prompts, tokenizer, settings.raw) if prompts else []
     self._given = [prompt for prompt in encoded if len(prompt) <= settings.max_prompt]
     if encoded and not self._given:
@@ -156,14 +183,15 @@ class _Job:
         hidden=settings.hidden)
     self._taken, self._digests, self.num_tokens, self._num_shards = set(), set(), 0, 0
     for path in shards(folder):
-      with np.load(path) as shard:
-        self._taken |= {*shard['index'].tolist(), *shard['dropped'].tolist()}
-        self._digests |= set(shard['digest'].tolist())
-        self.num_tokens += int((shard['length'] - shard['prompt_length']).sum())
-      self._num_shards += 1
+      shard = _load(path, ('index', 'dropped', 'digest', 'length', 'prompt_length'))
+      self._taken |= {*shard['index'].tolist(), *shard['dropped'].tolist()}
+      self._digests |= set(shard['digest'].tolist())
+      self.num_tokens += int((shard['length'] - shard['prompt_length']).sum())
+      self._num_shards = int(path.stem.rpartition('-')[2]) + 1  # of those before it some may have been deleted
     self._numbers = (i for i in itertools.count() if i not in self._taken)
     self._waiting = collections.deque()  # answers whose prompt has been written
     self._kept, self._dropped = [], []  # since the last shard
+    self._in_vain = 0  # texts dropped since one was kept
 
     self._rows: list[_Row | None] = [None] * batch
     self._temperature = np.ones(batch, np.float32)
@@ -195,7 +223,8 @@ class _Job:
     """Writes what has ended since the last shard to one of its own."""
     if not self._kept and not self._dropped:
       return
-    join = lambda name, dtype: np.concatenate([np.asarray(getattr(one, name), dtype) for one in self._kept] or [[]])
+    join = lambda name, dtype: np.concatenate(
+        [np.asarray(getattr(one, name), dtype) for one in self._kept] or [np.zeros(0, dtype)])
     contents = {
         'index': np.array([one.index for one in self._kept], np.int32),
         'dropped': np.array(self._dropped, np.int32),
@@ -239,11 +268,12 @@ class _Job:
           hidden=self._hidden(i, length[i]) if self._settings.hidden else None)
       repeats = self._settings.raw and self._digest(conversation) in self._digests
       if repeats or is_degenerate(new):
-        self._dropped.append(row.index)
+        self._drop(row)
       else:
         self._digests.add(self._digest(conversation))
         self._kept.append(conversation)
         self.num_tokens += len(new)
+        self._in_vain = 0
     if len(self._kept) >= SHARD:
       self.save()
 
@@ -252,9 +282,16 @@ class _Job:
     message = self._tokenizer.decode(message, skip_special_tokens=True).strip()
     prompt = text.encode([message], self._tokenizer, raw=False)[0] if message else []
     if not 0 < len(prompt) <= self._settings.max_prompt or not self._is_new(prompt):
-      self._dropped.append(row.index)
+      self._drop(row)
     else:
       self._waiting.append(_Row(row.index, False, prompt))
+
+  def _drop(self, row):
+    self._dropped.append(row.index)
+    self._in_vain += 1
+    if self._in_vain >= GIVE_UP:
+      raise ValueError(f'of the last {GIVE_UP} texts of the verifier none could be kept: they are loops, or user\'s '
+                       'turns that do not end, or were there before. Give it prompts, or other temperatures.')
 
   def _is_new(self, prompt):
     digest = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
@@ -314,7 +351,7 @@ class _Job:
 
   def _prefill(self, rows):
     length = np.array([len(row.prompt) for row in rows], np.int32)
-    padded = np.zeros((len(rows), text.bucket(length.max())), np.int32)
+    padded = np.zeros((len(rows), min(text.bucket(length.max()), self._config.capacity)), np.int32)
     for i, row in enumerate(rows):
       padded[i, : len(row.prompt)] = row.prompt
     most = [self._settings.max_prompt - len(self._opening) if row.asks else self._settings.max_answer for row in rows]
@@ -368,11 +405,7 @@ def shards(folder) -> list[pathlib.Path]:
 
 def read(path) -> list[Conversation]:
   """The conversations of one shard. Raises ValueError for a damaged file."""
-  try:
-    with np.load(path) as shard:
-      shard = dict(shard)
-  except (OSError, ValueError, zipfile.BadZipFile) as error:
-    raise ValueError(f'{path}: damaged ({error}); delete it, and the same command writes others.') from None
+  shard = _load(path)
   conversations, start, law = [], 0, 0
   for index, prompt, length in zip(shard['index'], shard['prompt_length'], shard['length']):
     here, laws = slice(start, start + length), slice(law, law + length - prompt)
@@ -381,3 +414,13 @@ def read(path) -> list[Conversation]:
         shard['hidden'][here] if 'hidden' in shard else None))
     start, law = here.stop, laws.stop
   return conversations
+
+
+def _load(path, names=None):
+  """The arrays of these names in a shard, or all that a shard has."""
+  try:
+    with np.load(path) as shard:
+      names = names or {*shard.files, 'index', 'prompt_length', 'length', 'tokens', 'top_ids', 'top_logprobs'}
+      return {name: shard[name] for name in names}
+  except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    raise ValueError(f'{path}: damaged ({error}); delete it, and the same command writes others.') from None

@@ -24,7 +24,7 @@ import optax
 
 from cactus_jax.models import transformer
 from cactus_jax.models.student import Student
-from cactus_jax.sampling import SamplingParams, to_probs
+from cactus_jax.sampling import SamplingParams, is_greedy, to_probs
 
 LENGTH_STEP = 64  # texts are padded to multiples of it: so many programs
 LOSSES = ('forward_kl', 'reverse_kl', 'tv')
@@ -61,6 +61,14 @@ class DistillConfig:
     for name in ('learning_rate', 'clip', 'pass_decay'):
       if not 0 < getattr(self, name) < math.inf:
         raise ValueError(f'{name}={getattr(self, name)}: need a number above 0.')
+    for name in ('warmup', 'weight_decay', 'seed'):
+      if not 0 <= getattr(self, name) < math.inf:
+        raise ValueError(f'{name}={getattr(self, name)}: need at least 0.')
+    if is_greedy(self.sampling.temperature):
+      raise ValueError(f'temperature={self.temperature}: a greedy law has no slope to learn from; train at a '
+                       'temperature above 0, which serves greedy texts too.')
+    if self.top_k < 1:
+      raise ValueError(f'top_k={self.top_k}: laws are compared on the tokens that it keeps, so it is at least 1.')
 
   @property
   def sampling(self):
@@ -89,11 +97,11 @@ class TrainState:
 
 
 def trainable(student: Student) -> dict:
-  """The weights that are trained: all but the verifier's embedding and head, in float32."""
+  """The weights that are trained: all but the verifier's embedding and head, in float32, and as copies."""
   params = student.body.params
   weights = {'layers': params.layers, 'final_norm': params.final_norm}
   weights |= {} if student.fuse is None else {'fuse': student.fuse}
-  return jax.tree.map(lambda x: x.astype(jnp.float32), weights)
+  return jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
 
 
 def with_weights(student: Student, weights) -> Student:
@@ -189,7 +197,7 @@ def train_step(state, student, batch, config) -> tuple[TrainState, dict]:
   (value, acceptance), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights, student, batch, config)
   updates, inner = optimizer(config).update(gradient, state.optimizer, state.weights)
   state = TrainState(state.step + 1, optax.apply_updates(state.weights, updates), inner)
-  return state, {'loss': value, 'acceptance': acceptance, 'gradient': optax.global_norm(gradient)}
+  return state, {'loss': value, 'acceptance': acceptance, 'gradient': optax.tree.norm(gradient)}
 
 
 @functools.partial(jax.jit, static_argnames='config')
@@ -219,7 +227,9 @@ def make_batch(conversations, length, rows) -> Batch:
   N = first.top_ids.shape[1]
   tokens, answered = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.float32)
   top_ids, top_logprobs = np.zeros((rows, length, N), np.int32), np.zeros((rows, length, N), np.float16)
-  hidden = None if first.hidden is None else np.zeros((rows, length, first.hidden.shape[1]), np.float16)
+  hidden = None
+  if all(one.hidden is not None for one in conversations):
+    hidden = np.zeros((rows, length, first.hidden.shape[1]), np.float16)
   for b, one in enumerate(conversations):
     end, laws = len(one.tokens), slice(one.prompt_length - 1, len(one.tokens) - 1)
     tokens[b, :end], answered[b, laws] = one.tokens, 1
@@ -229,21 +239,30 @@ def make_batch(conversations, length, rows) -> Batch:
   return Batch(tokens, answered, top_ids, top_logprobs, hidden)
 
 
-def batches(conversations, batch_tokens, seed=None):
-  """Batches of all conversations once, those of like length together; in an order of its own for each seed."""
+def batches(conversations, batch_tokens, seed=None, start=0):
+  """Batches of all conversations once, those of like length together, in an order of its own for each seed.
+
+  Args: start, how many of them are left out at the start.
+  """
+  plan = _plan(conversations, batch_tokens, seed)
+  return (make_batch(*one) for one in plan[start:])
+
+
+def _plan(conversations, batch_tokens, seed):
+  """(conversations, length, rows) of each batch."""
   by_length = {}
   for one in conversations:
     by_length.setdefault(-(-len(one.tokens) // LENGTH_STEP) * LENGTH_STEP, []).append(one)
   random = np.random.default_rng(seed)
-  made = []
+  plan = []
   for length, those in by_length.items():
     if seed is not None:
       random.shuffle(those)
     rows = max(batch_tokens // length, 1)
-    made += [(those[i : i + rows], length, rows) for i in range(0, len(those), rows)]
+    plan += [(those[i : i + rows], length, rows) for i in range(0, len(those), rows)]
   if seed is not None:
-    random.shuffle(made)
-  return (make_batch(*one) for one in made)
+    random.shuffle(plan)
+  return plan
 
 
 def frequent_tokens(conversations, num, vocab_size) -> np.ndarray:
@@ -264,9 +283,12 @@ def fit(student, train, held_out, config, folder, *, evaluate_every=100, progres
     progress: called with (step, figures of the step).
   Yields: the figures of all evaluations so far, of earlier runs too:
     [{'step', 'loss', 'acceptance', 'held_out': [of each pass]}].
-  Raises: ValueError for a folder with checkpoints of another config, and when the loss is no number any more.
+  Raises: ValueError for a folder with checkpoints of another config, for texts that cannot train this student, and when
+    the loss or an acceptance is no number any more.
   """
-  check_texts(student, train, held_out)
+  if evaluate_every < 1:
+    raise ValueError(f'evaluate_every={evaluate_every}: need at least 1.')
+  check_texts(student, train, held_out, config)
   with _Checkpoints(folder, student, config) as checkpoints:
     state, rows = checkpoints.restore(init(student, config))
     held_out = list(batches(held_out, config.batch_tokens))
@@ -276,16 +298,14 @@ def fit(student, train, held_out, config, folder, *, evaluate_every=100, progres
     for step, batch in zip(range(start, steps), _endless(train, config, start)):
       state, figures = train_step(state, student, batch, config)
       seen.append({name: float(value) for name, value in figures.items()})
-      if not math.isfinite(seen[-1]['loss'] + seen[-1]['gradient']):
-        raise ValueError(f'the loss became NaN or infinite at step {step}; the checkpoint of step {checkpoints.last} '
-                         f'in {folder} is the last good one: lower the learning rate, or the norm at which gradients '
-                         'are clipped.')
+      _check_finite([seen[-1]['loss'], seen[-1]['gradient']], 'the loss', step + 1, folder, checkpoints.last)
       if progress is not None:
         progress(step + 1, seen[-1])
       if (step + 1) % evaluate_every == 0 or step + 1 == steps:
         mean = lambda name: float(np.mean([one[name] for one in seen]))
-        rows = [*rows, {'step': step + 1, 'loss': mean('loss'), 'acceptance': mean('acceptance'),
-                        'held_out': acceptance(state.weights, student, held_out, config)}]
+        accepted = acceptance(state.weights, student, held_out, config)
+        _check_finite(accepted, 'the acceptance on held-out texts', step + 1, folder, checkpoints.last)
+        rows = [*rows, {'step': step + 1, 'loss': mean('loss'), 'acceptance': mean('acceptance'), 'held_out': accepted}]
         seen = []
         checkpoints.save(state, rows)
         yield rows
@@ -298,23 +318,34 @@ def restore(student, config, folder) -> tuple[Student, list[dict]]:
     return with_weights(student, state.weights), rows
 
 
-def check_texts(student, train, held_out):
+def _check_finite(numbers, what, step, folder, last):
+  if not all(map(math.isfinite, numbers)):
+    good = f'the checkpoint of step {last} in {folder} is the last good one' if last else 'there is no checkpoint yet'
+    raise ValueError(f'{what} became NaN or infinite at step {step}; {good}: lower the learning rate, or the norm at '
+                     'which gradients are clipped.')
+
+
+def check_texts(student, train, held_out, config):
   """Raises ValueError for texts that cannot train this student."""
   for name, texts in (('train', train), ('held_out', held_out)):
     if not texts:
       raise ValueError(f'{name} is empty: need at least one conversation.')
-    if student.reads_hidden and texts[0].hidden is None:
-      raise ValueError('the corpus has no hidden states, which this student reads: write it anew with them.')
+  texts = [*train, *held_out]
+  if student.reads_hidden and any(one.hidden is None for one in texts):
+    raise ValueError('the corpus has no hidden states, which this student reads: write it anew with them.')
+  kept = sorted({one.top_ids.shape[1] for one in texts})
+  if len(kept) > 1:
+    raise ValueError(f'texts have laws of {" and ".join(map(str, kept))} tokens: train on corpora of like settings.')
+  if config.top_k > kept[0]:
+    raise ValueError(f'top_k={config.top_k}: the texts have laws of {kept[0]} tokens, so it can be at most that.')
 
 
 def _endless(train, config, start):
   """The batches of epoch after epoch, from number `start` on."""
-  number = 0
-  for epoch in itertools.count():
-    for batch in batches(train, config.batch_tokens, seed=(config.seed, epoch)):
-      if number >= start:
-        yield batch
-      number += 1
+  per_epoch = len(_plan(train, config.batch_tokens, None))
+  for epoch in itertools.count(start // per_epoch):
+    first = start % per_epoch if epoch == start // per_epoch else 0
+    yield from batches(train, config.batch_tokens, (config.seed, epoch), first)
 
 
 class _Checkpoints:
@@ -328,7 +359,10 @@ class _Checkpoints:
                    'head_size': len(student.head_ids), 'reads_hidden': student.reads_hidden}
     self._about = json.loads(json.dumps(self._about))
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    self._manager = ocp.CheckpointManager(folder, options=options)
+    try:
+      self._manager = ocp.CheckpointManager(folder, options=options)
+    except OSError as error:
+      raise ValueError(f'{folder}: no checkpoints can be written there ({error}).') from None
     self.last = self._manager.latest_step()
 
   def __enter__(self):
@@ -343,8 +377,9 @@ class _Checkpoints:
       return state, []
     args = self._ocp.args
     about = self._manager.restore(self.last, args=args.Composite(about=args.JsonRestore()))['about']
-    other = [f'{name} is {about.get(name)} there and {value} here' for name, value in self._about.items()
-             if about.get(name) != value]
+    theirs = _flat(about)
+    other = [f'{name} is {theirs.get(name)} there and {value} here' for name, value in _flat(self._about).items()
+             if theirs.get(name) != value]
     if other:
       raise ValueError(f'{self._manager.directory} has checkpoints of another run ({"; ".join(other)}): choose another '
                        'folder, or the same settings.')
@@ -361,3 +396,9 @@ class _Checkpoints:
       raise ValueError(f'{self._manager.directory}: could not be written ({error}); is the disk full? The checkpoint '
                        f'of step {self.last} is whole.') from error
     self.last = int(state.step)
+
+
+def _flat(about):
+  """The settings in it under one name each."""
+  return about | about['config'] | {f'model.{name}': value for name, value in about['model'].items()} | {
+      'config': None, 'model': None}

@@ -12,6 +12,7 @@ Three stages, all resumed by the same command after a kill, with what is whole o
 out the work, and --stages=train,export --corpus=a,b,c reads them all.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -37,28 +38,29 @@ STAGES = ('data', 'train', 'export')
 _OUTPUT = flags.DEFINE_string('output', None, 'Folder of the run.', allow_override=True)
 _STAGES = flags.DEFINE_list('stages', list(STAGES), f'What to do, of {", ".join(STAGES)}.')
 _CORPUS = flags.DEFINE_list('corpus', None, 'Folders of texts; by default OUTPUT/corpus.')
-_TOKENS = flags.DEFINE_integer('tokens', 1_000_000, 'Answered tokens that the corpus has to have.')
+_TOKENS = flags.DEFINE_integer('tokens', 1_000_000, 'Answered tokens that the corpus has to have.', 1,
+                               allow_override=True)
 _PROMPTS = flags.DEFINE_string('prompts_file', None, 'JSONL of prompts to be answered beside those that the verifier '
                                'thinks of.', allow_override=True)
 _FIELD = flags.DEFINE_string('prompt_field', 'prompt', 'Where a line has its prompt.', allow_override=True)
-_BATCH = flags.DEFINE_integer('batch_size', 64, 'Rows decoded together.', allow_override=True)
+_BATCH = flags.DEFINE_integer('batch_size', 64, 'Rows decoded together.', 1, allow_override=True)
 _TEMPERATURES = flags.DEFINE_list('temperatures', ['0.6', '0.6', '0.6', '1.0'], 'Of the answers, in turn.')
-_MAX_PROMPT = flags.DEFINE_integer('max_prompt', 144, 'Most tokens of a prompt, template included.')
+_MAX_PROMPT = flags.DEFINE_integer('max_prompt', 144, 'Most tokens of a prompt, template included.', 1)
 _KEEP_HIDDEN = flags.DEFINE_boolean('keep_hidden', True, 'Keep hidden states, 2 bytes a number, for --reads_hidden.')
 _START = flags.DEFINE_string('start', None, 'An exported draft of the same verifier to go on from; its shape and its '
                              'head are those of the result.')
 _LAYERS = flags.DEFINE_list('layers', None, 'Which layers of the verifier the draft starts from; by default its last, '
                             'or without --reads_hidden its first two.')
 _READS_HIDDEN = flags.DEFINE_boolean('reads_hidden', True, 'Whether the draft reads the verifier\'s last hidden state.')
-_WINDOW = flags.DEFINE_integer('window', None, 'Positions that a token of the draft sees; by default all.')
-_HEAD = flags.DEFINE_integer('head_size', 8192, 'Tokens the draft can propose: those the verifier writes most.')
+_WINDOW = flags.DEFINE_integer('window', None, 'Positions that a token of the draft sees; by default all.', 1)
+_HEAD = flags.DEFINE_integer('head_size', 8192, 'Tokens the draft can propose: those the verifier writes most.', 1)
 _LOSS = flags.DEFINE_list('loss', ['forward_kl:0.1', 'tv:1'], f'Losses and weights, of {", ".join(distill.LOSSES)}.')
 # What the fields of DistillConfig are called on the command line, and what they do.
 TRAINING = {
     'passes': 'Passes over a text, each on the hidden states of the one before, with --reads_hidden.',
     'pass_decay': 'The weight of a pass to that of the one before.',
-    'filter_draft': 'Filter the draft\'s law in training as in use.', 'steps': 'Steps of the optimiser.',
-    'batch_tokens': 'Tokens a batch, padding included.',
+    'filter_draft': 'Train the draft\'s law as it is after the filters.',
+    'steps': 'Steps of the optimiser.', 'batch_tokens': 'Tokens a batch, padding included.',
     'accumulate': 'Batches whose gradients make one step.', 'learning_rate': 'The largest.',
     'warmup': 'Steps until the learning rate is reached.', 'weight_decay': 'Of AdamW.',
     'clip': 'The largest norm of a gradient.',
@@ -68,11 +70,10 @@ for name, help_text in TRAINING.items():
   default = {field.name: field.default for field in dataclasses.fields(distill.DistillConfig)}[name]
   define = {bool: flags.DEFINE_boolean, int: flags.DEFINE_integer, float: flags.DEFINE_float}[type(default)]
   _TRAINING[name] = define(name, default, help_text)
-_EVERY = flags.DEFINE_integer('evaluate_every', 200, 'Steps between evaluations, each of which makes a checkpoint.')
-_HELD_OUT = flags.DEFINE_integer('held_out', 64, 'Conversations that are kept from training, to evaluate on.')
+_EVERY = flags.DEFINE_integer('evaluate_every', 200, 'Steps between evaluations, each of which makes a checkpoint.', 1)
+_HELD_OUT = flags.DEFINE_integer('held_out', 64, 'Conversations that are kept from training, to evaluate on.', 1)
 _TRANSFORMERS = flags.DEFINE_boolean('transformers', False, 'Export for transformers too: a draft with a whole head '
                                      'that reads no hidden states.')
-common.set_defaults(draft='none', max_new_tokens=240)
 
 
 def folders() -> tuple[pathlib.Path, list[pathlib.Path]]:
@@ -117,14 +118,33 @@ def training() -> distill.DistillConfig:
       seed=common.text_options()['seed'], **{name: flag.value for name, flag in _TRAINING.items()})
 
 
-def layer_ids(target) -> list[int]:
-  """The verifier's layers that the draft starts from."""
-  if _LAYERS.value is None:
-    return [target.config.num_layers - 1] if _READS_HIDDEN.value else [0, 1]
+def given_layers() -> list[int] | None:
+  """The verifier's layers that the draft starts from, if the command line says which."""
   try:
-    return [int(layer) for layer in _LAYERS.value]
+    return None if _LAYERS.value is None else [int(layer) for layer in _LAYERS.value]
   except ValueError:
     raise ValueError(f'--layers={",".join(_LAYERS.value)}: need numbers of layers.') from None
+
+
+def new_student(target, head_ids) -> student_lib.Student:
+  """The draft of the flags before its first step."""
+  layers = given_layers()
+  if layers is None:
+    layers = [target.config.num_layers - 1] if _READS_HIDDEN.value else [0, 1]
+  return student_lib.new_student(target, layers, head_ids, reads_hidden=_READS_HIDDEN.value, window=_WINDOW.value)
+
+
+def head_size(target) -> int:
+  """Tokens that the draft can propose."""
+  return min(_HEAD.value, target.config.vocab_size)
+
+
+def check_export(target=None):
+  """Raises ValueError where --transformers asks for a draft that transformers does not know."""
+  if _TRANSFORMERS.value and _READS_HIDDEN.value:
+    raise ValueError('--transformers: a draft that reads hidden states is no model of its own: add --noreads_hidden.')
+  if _TRANSFORMERS.value and target is not None and head_size(target) < target.config.vocab_size:
+    raise ValueError(f'--transformers: the draft needs a whole head: add --head_size={target.config.vocab_size}.')
 
 
 def read_prompts():
@@ -153,17 +173,18 @@ def write_texts(folder, target, tokenizer, prompts):
       common.stop_if_interrupted()
       bar.update(min(tokens, _TOKENS.value) - bar.n)
 
-    corpus.write(folder, target, tokenizer, prompts, num_tokens=_TOKENS.value, settings=corpus_settings(),
-                 batch=_BATCH.value, progress=show)
-  print(f'data: {bar.n} tokens in {folder} ({time.time() - start:.0f} s)')
+    count = corpus.write(folder, target, tokenizer, prompts, num_tokens=_TOKENS.value, settings=corpus_settings(),
+                         batch=_BATCH.value, progress=show)
+  print(f'data: {count} tokens in {folder} ({time.time() - start:.0f} s)')
 
 
-def split(texts) -> tuple[list, list]:
+def split(texts, target, tokenizer) -> tuple[list, list]:
   """Conversations to train on and to evaluate on: of the latter the first few of every folder."""
   train, held_out = [], []
   for folder in texts:
     if not corpus.shards(folder):
       raise ValueError(f'{folder} holds no texts: run --stages=data first.')
+    corpus.check_verifier(folder, target, tokenizer)
     found = [one for path in tqdm(corpus.shards(folder), unit='shard', desc='reading', leave=False)
              for one in corpus.read(path)]
     found.sort(key=lambda one: one.index)
@@ -189,20 +210,29 @@ def untrained(output, target, tokenizer, train=None) -> student_lib.Student:
   elif train is None:
     raise ValueError(f'{output / "train"} holds no training: run --stages=train first.')
   else:
-    head_ids = distill.frequent_tokens(train, _HEAD.value, target.config.vocab_size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name('.head_ids.partial.npy')
-    np.save(partial, head_ids)
-    os.replace(partial, path)
-  if len(head_ids) != _HEAD.value:
+    head_ids = distill.frequent_tokens(train, head_size(target), target.config.vocab_size)
+    with whole(path) as partial:
+      np.save(partial, head_ids)
+  if len(head_ids) != head_size(target):
     raise ValueError(f'{path} has {len(head_ids)} tokens, --head_size={_HEAD.value}: choose another --output.')
-  return student_lib.new_student(target, layer_ids(target), head_ids, reads_hidden=_READS_HIDDEN.value,
-                                 window=_WINDOW.value)
+  return new_student(target, head_ids)
+
+
+@contextlib.contextmanager
+def whole(path):
+  """Another path to write to, whose file then takes its place."""
+  partial = path.with_name(f'.partial-{path.name}')
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    yield partial
+    os.replace(partial, path)
+  except OSError as error:
+    raise ValueError(f'{path} could not be written ({error}); is the disk full?') from error
 
 
 def train_draft(output, texts, target, tokenizer):
   """The second stage."""
-  train, held_out = split(texts)
+  train, held_out = split(texts, target, tokenizer)
   student, config, folder = untrained(output, target, tokenizer, train), training(), output / 'train'
   count = sum(len(one.top_ids) for one in train)
   print(f'training on {count} answered tokens of {len(train)} conversations, evaluating on {len(held_out)}')
@@ -233,18 +263,28 @@ def export(output, target, tokenizer):
     raise ValueError(f'{output / "train"} holds no checkpoint: run --stages=train first.')
   about = {'step': rows[-1]['step'], 'held_out_acceptance': rows[-1]['held_out'],
            'training': dataclasses.asdict(training())}
-  student_lib.save(output / 'export', student, tokenizer, about)
-  print(f'export: {output / "export"}, acceptance on held-out texts {shown(rows)}')
+  export_once(output / 'export', about, lambda folder: student_lib.save(folder, student, tokenizer, about))
   if _TRANSFORMERS.value:
-    hf.save(output / 'transformers', student_lib.as_transformer(student), tokenizer)
-    print(f'export: {output / "transformers"}')
+    model = student_lib.as_transformer(student)
+    export_once(output / 'transformers', None, lambda folder: hf.save(folder, model, tokenizer))
+  print(f'export: acceptance on held-out texts {shown(rows)}')
+
+
+def export_once(folder, about, save):
+  """Has a folder written that is not there; raises ValueError for one that holds another draft, if it tells."""
+  if not folder.exists():
+    save(folder)
+    print(f'export: {folder}')
+  elif about is None or student_lib.read_about(folder) == json.loads(json.dumps(about)):
+    print(f'export: {folder} is there already')
+  else:
+    raise ValueError(f'{folder} holds a draft of another training, or of another step: move it away, or remove it.')
 
 
 def write_log(folder, rows):
   """The rows of all evaluations, whole or not at all, and their picture."""
-  partial = folder / '.log.jsonl.partial'
-  partial.write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
-  os.replace(partial, folder / 'log.jsonl')
+  with whole(folder / 'log.jsonl') as partial:
+    partial.write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
   steps = [row['step'] for row in rows]
   figure, axes = plt.subplots(figsize=(7, 4), layout='constrained')
   axes.plot(steps, [row['acceptance'] for row in rows], color='0.6', label='training texts')
@@ -254,16 +294,21 @@ def write_log(folder, rows):
   axes.set(xlabel='step', ylabel='acceptance, mean of sum min(p, q)')
   axes.grid(alpha=0.3)
   axes.legend()
-  figure.savefig(folder / 'curve.png', dpi=120)
+  with whole(folder / 'curve.png') as partial:
+    figure.savefig(partial, dpi=120)
   plt.close(figure)
 
 
 def main():
   """Goes through the stages of --stages."""
+  common.refuse(['draft', 'draft_quantize', 'num_draft', 'rule', *common.RULE_FIELDS, 'static', 'block_verification',
+                 'ledger', 'stop', 'min_p'], 'a draft is made, not used')
   output, texts = folders()
-  corpus_settings(), training(), layer_ids  # wrong numbers are told before anything is loaded
+  corpus_settings(), training(), given_layers(), check_export()  # what is wrong is told before anything is loaded
   prompts = read_prompts()
   tokenizer, target = cj.load_tokenizer(common.verifier_source()), common.verifier()
+  if _STAGES.value != ['data']:  # and before the verifier writes for hours
+    new_student(target, [0]), check_export(target)
   if 'data' in _STAGES.value:
     write_texts(texts[0], target, tokenizer, prompts)
   if 'train' in _STAGES.value:

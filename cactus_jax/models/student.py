@@ -210,6 +210,11 @@ def is_student(folder) -> bool:
   return (pathlib.Path(folder).expanduser() / DESCRIPTION).is_file()
 
 
+def read_about(folder) -> dict:
+  """What was noted of how the draft of a folder was made. Raises ValueError for a folder without a description."""
+  return _described(pathlib.Path(folder).expanduser()).get('about', {})
+
+
 def load(folder, target, tokenizer, *, quantize=None) -> Student:
   """The draft of a folder that `save` wrote, with its verifier's embedding and head, on its mesh and in its dtype.
 
