@@ -78,7 +78,7 @@ def test_decoding_and_training_read_alike(student, target):
   cache = student.init_cache(2, 24)
   for start, stop in ((0, 7), (7, 8), (8, 20)):
     if student.reads_hidden:
-      cache = cache.replace(hidden=jnp.zeros((2, 24, 32)).at[:, :20].set(hidden_BTD))
+      cache = cache.replace(hidden=jnp.pad(hidden_BTD, ((0, 0), (0, 4), (0, 0))))
     positions_BT = jnp.broadcast_to(jnp.arange(start, stop)[None], (2, stop - start))
     logits_BTV, cache = student(tokens_BT[:, start:stop], positions_BT, cache)
     np.testing.assert_allclose(logits_BTV, expected[:, start:stop], atol=ATOL)
