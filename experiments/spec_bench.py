@@ -4,7 +4,7 @@
   python experiments/spec_bench.py --data=spec_bench.jsonl --per_category=5 --rule=clamp --tau=0.6 --output=rows.jsonl
 
 The file is Spec-Bench's (Xia et al., 2024), one JSON object a line with `category` and `turns`, of which the first is
-answered; or any JSONL with --prompt_field and --category_field. An arm is a rule and how many tokens are drafted:
+answered; or any JSONL with --turns_field and --category_field. An arm is a rule and how many tokens are drafted:
 exact:3, or rule:3 for the rule of --rule (cactus, with delta 1). Arms take turns on each prompt, after a turn that
 compiles if none of that shape has, and are timed from prompt to last token; speeds are sums over prompts. Acceptance is
 the mean of sum min(p, q) at the first drafted token of each round of the exact rule: from the laws, so without luck of
@@ -25,12 +25,12 @@ import cactus_jax as cj
 from cactus_jax import text
 
 _DATA = flags.DEFINE_string('data', None, 'JSONL of prompts.')
-_PROMPT_FIELD = flags.DEFINE_string('prompt_field', 'turns', 'Where a line has its prompt: a string, or strings, of '
-                                    'which the first is taken.', allow_override=True)
+_PROMPT_FIELD = flags.DEFINE_string('turns_field', 'turns', 'Where a line has its prompt: a string, or strings, of '
+                                    'which the first is taken.')
 _CATEGORY_FIELD = flags.DEFINE_string('category_field', 'category', 'Where a line has its category; one without has '
                                       'that of the file.')
 _PER_CATEGORY = flags.DEFINE_integer('per_category', 2, 'Prompts of each category.')
-_MAX_PROMPT = flags.DEFINE_integer('max_prompt', 512, 'Longer prompts are passed over, tokens.', allow_override=True)
+_MAX_PROMPT = flags.DEFINE_integer('longest_prompt', 512, 'Longer prompts are passed over, tokens.')
 _ARMS = flags.DEFINE_list('arms', ['exact:2', 'exact:3', 'exact:5', 'rule:3', 'rule:5'], 'What to compare.',
                           allow_override=True)
 _ACCEPTANCE_ROUNDS = flags.DEFINE_boolean('acceptance', True, 'Measure the exact acceptance too.')
@@ -60,7 +60,7 @@ def read_prompts(tokenizer) -> dict:
     value = value[0] if isinstance(value, list) and value else value
     if not isinstance(value, str) or not value:
       raise ValueError(f'{_PROMPT_FIELD.value} is {value!r:.60}: need a string, or strings; name the right field with '
-                       '--prompt_field.')
+                       '--turns_field.')
     return value
 
   found = {}
@@ -72,7 +72,7 @@ def read_prompts(tokenizer) -> dict:
         kept.append(prompt)
   found = {category: prompts for category, prompts in found.items() if prompts}
   if not found:
-    raise ValueError(f'{_DATA.value} holds no prompts of at most --max_prompt={_MAX_PROMPT.value} tokens.')
+    raise ValueError(f'{_DATA.value} holds no prompts of at most --longest_prompt={_MAX_PROMPT.value} tokens.')
   return found
 
 

@@ -18,7 +18,7 @@ from cactus_jax.models import student as student_lib
 from tests import fakes, talker
 from tests.talker import TOKENIZER
 
-TINY = ('--tokens=300', '--batch_size=4', '--temperatures=1.0', '--max_prompt=24', '--max_new_tokens=16', '--steps=4',
+TINY = ('--tokens=300', '--rows=4', '--temperatures=1.0', '--max_prompt=24', '--max_new_tokens=16', '--steps=4',
         '--evaluate_every=2', '--held_out=4', '--batch_tokens=256', '--passes=2', '--warmup=1', '--head_size=99')
 WHOLE = ('--noreads_hidden', '--head_size=268', '--layers=0')
 

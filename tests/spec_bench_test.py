@@ -46,7 +46,7 @@ def bench(pair, run_program, monkeypatch, tmp_path):
   data.write_text(''.join(json.dumps(row) + '\n' for row in DATA))
   common.set_defaults(max_new_tokens=16, rule='cactus', delta=1.0)
   yield lambda *arguments: run_program(
-      spec_bench.main, 'spec_bench.py', f'--data={data}', f'--draft={pair[1]}', '--max_prompt=40', *arguments)
+      spec_bench.main, 'spec_bench.py', f'--data={data}', f'--draft={pair[1]}', '--longest_prompt=40', *arguments)
   common.set_defaults(max_new_tokens=256, rule='exact', delta=None)
 
 
@@ -83,8 +83,8 @@ def test_tables_and_rows(bench, tmp_path, pair):
     (['--arms=exact:0'], 'with K > 0'),
     (['--arms=cactus:3'], 'neither'),
     (['--data='], '--data is missing'),
-    (['--prompt_field=text'], 'text is None'),
-    (['--max_prompt=3'], 'holds no prompts of at most --max_prompt=3 tokens'),
+    (['--turns_field=text'], 'text is None'),
+    (['--longest_prompt=3'], 'holds no prompts of at most --longest_prompt=3 tokens'),
     (['--num_draft=3'], '--num_draft means nothing here'),
     (['--draft=none'], '--draft=none'),
 ])
