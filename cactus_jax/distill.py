@@ -36,16 +36,16 @@ class DistillConfig:
   """How a student is trained. Raises ValueError for what cannot be."""
 
   loss: tuple[tuple[str, float], ...] = (('forward_kl', 0.1), ('tv', 1.0))  # weights of the losses
-  passes: int = 3  # of a student that reads hidden states: the first on the verifier's, each other on those before it
-  pass_decay: float = 0.8  # the weight of a pass to that of the one before
+  passes: int = 2  # of a student that reads hidden states: the first on the verifier's, each other on those before it
+  pass_decay: float = 0.7  # the weight of a pass to that of the one before
   temperature: float = 0.6  # of the laws that are compared, with the filters below
   top_k: int = 20
   top_p: float = 0.95
   filter_draft: bool = False  # whether the draft's law is filtered too, as it will be: a fifth slower
   steps: int = 2000
-  batch_tokens: int = 4096  # of a batch, padding included
+  batch_tokens: int = 2048  # of a batch, padding included
   accumulate: int = 1  # batches whose gradients make one step
-  learning_rate: float = 5e-4
+  learning_rate: float = 1.5e-3
   warmup: int = 50  # steps
   weight_decay: float = 0.01
   clip: float = 1.0  # largest norm of a gradient

@@ -134,7 +134,7 @@ def main():
   figures += table('all', totals, overall)
   print(shown(figures, chosen))
   for figure in figures if rows else ():
-    rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, 'draft': common.draft_name(),
+    rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, 'draft': os.path.basename(common.draft_name()),
                  'rule': str(common.rule()), 'max_new_tokens': new_tokens, **common.held(), **figure})
 
 
