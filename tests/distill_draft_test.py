@@ -231,7 +231,7 @@ def test_folders_of_another_run_are_left_alone(cli, done, tmp_path):
   shutil.copytree(done, output)
   before = files(output)
   for arguments, message in [
-      (['--stages=train', '--learning_rate=0.1'], 'learning_rate is 0.0005 there and 0.1 here'),
+      (['--stages=train', '--learning_rate=0.1'], 'learning_rate is 0.0015 there and 0.1 here'),
       (['--stages=train', '--head_size=50'], 'has 99 tokens, --head_size=50'),
       (['--seed=3'], 'seed is 0 there and 3 here')]:
     code, _, err = cli(output, *arguments)
