@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import pathlib
+import warnings
 import zipfile
 import zlib
 
@@ -30,7 +31,7 @@ import numpy as np
 
 from cactus_jax import decode, text
 from cactus_jax.decode import DecodeConfig, Finish
-from cactus_jax.models import hf
+from cactus_jax.models import hf, weights
 from cactus_jax.rules import Exact
 from cactus_jax.sampling import SamplingParams
 
@@ -103,17 +104,28 @@ def write(folder, target, tokenizer, prompts=(), *, num_tokens, settings=Setting
     NaN, or GIVE_UP in a row that could not be kept.
   """
   folder = pathlib.Path(folder)
-  prepare(folder, settings, target, tokenizer)
-  job = _Job(folder, target, tokenizer, prompts, settings, batch)
-  while job.num_tokens < num_tokens:
-    job.step()
-    if progress is not None:
-      progress(job.num_tokens)
-  job.save()
+  encoded = text.encode(prompts, tokenizer, settings.raw) if prompts else []
+  prepare(folder, settings, target, tokenizer, encoded)
+  if (there := count_tokens(folder)) >= num_tokens:
+    return there
+  job = _Job(folder, target, tokenizer, encoded, settings, batch)
+  try:
+    while job.num_tokens < num_tokens:
+      job.step()
+      if progress is not None:
+        progress(job.num_tokens)
+  finally:
+    job.save()
   return job.num_tokens
 
 
-def prepare(folder, settings, target, tokenizer):
+def count_tokens(folder) -> int:
+  """Answered tokens in a corpus. Raises ValueError for a damaged shard."""
+  lengths = [_load(path, ('length', 'prompt_length')) for path in shards(folder)]
+  return sum(int((shard['length'] - shard['prompt_length']).sum()) for shard in lengths)
+
+
+def prepare(folder, settings, target, tokenizer, prompts):
   """Makes the folder of a corpus, or sees that it is one of the same settings. Raises ValueError if it is not."""
   longest = settings.max_prompt + settings.max_answer
   if longest > target.config.max_length:
@@ -122,6 +134,7 @@ def prepare(folder, settings, target, tokenizer):
   if settings.top > target.config.vocab_size:
     raise ValueError(f'top={settings.top}: the verifier has {target.config.vocab_size} tokens.')
   ours = dataclasses.asdict(settings) | {'temperatures': list(settings.temperatures)} | _writer(target, tokenizer)
+  ours['prompts'] = f'{len(prompts)} ({zlib.crc32(json.dumps(prompts).encode())})'
   path = folder / SETTINGS
   if path.exists():
     _compare(folder, ours, 'of other settings', 'choose another folder')
@@ -138,13 +151,13 @@ def prepare(folder, settings, target, tokenizer):
 
 
 def check_verifier(folder, target, tokenizer):
-  """Raises ValueError for a corpus that was written by a verifier of another size or tokenizer, or for none."""
+  """Raises ValueError for a corpus that was written by another verifier, or for none."""
   _compare(folder, _writer(target, tokenizer), 'of another verifier', 'write one with this verifier')
 
 
 def _writer(target, tokenizer):
   return {'vocab_size': target.config.vocab_size, 'embed_dim': target.config.embed_dim,
-          'tokenizer': hf.digest(tokenizer)}
+          'tokenizer': hf.digest(tokenizer), 'weights': weights.digest(target)}
 
 
 def _compare(folder, ours, what, advice):
@@ -165,16 +178,18 @@ def _compare(folder, ours, what, advice):
 class _Job:
   """A corpus in the making: the rows that are decoded, what waits for one, and what waits for a file."""
 
-  def __init__(self, folder, target, tokenizer, prompts, settings, batch):
+  def __init__(self, folder, target, tokenizer, encoded, settings, batch):
     self._folder, self._target, self._tokenizer, self._settings = folder, target, tokenizer, settings
     self._opening = opening(tokenizer, settings.raw)
     if len(self._opening) >= settings.max_prompt and not settings.raw:
       raise ValueError(f'max_prompt={settings.max_prompt}: the chat template alone takes {len(self._opening)} tokens '
                        'before a user\'s turn.')
-    encoded = text.encode(prompts, tokenizer, settings.raw) if prompts else []
     self._given = [prompt for prompt in encoded if len(prompt) <= settings.max_prompt]
     if encoded and not self._given:
       raise ValueError(f'all {len(encoded)} prompts are longer than max_prompt={settings.max_prompt} tokens.')
+    if len(self._given) < len(encoded):
+      warnings.warn(f'{len(encoded) - len(self._given)} of {len(encoded)} prompts are longer than max_prompt='
+                    f'{settings.max_prompt} tokens, and are left out.', stacklevel=3)
     self._config = DecodeConfig(
         num_draft=1,
         max_length=settings.max_prompt + settings.max_answer,
@@ -223,21 +238,24 @@ class _Job:
     """Writes what has ended since the last shard to one of its own."""
     if not self._kept and not self._dropped:
       return
+    # Let go of first: whatever interrupts this, nothing is written twice.
+    kept, dropped, number = self._kept, self._dropped, self._num_shards
+    self._kept, self._dropped, self._num_shards = [], [], number + 1
     join = lambda name, dtype: np.concatenate(
-        [np.asarray(getattr(one, name), dtype) for one in self._kept] or [np.zeros(0, dtype)])
+        [np.asarray(getattr(one, name), dtype) for one in kept] or [np.zeros(0, dtype)])
     contents = {
-        'index': np.array([one.index for one in self._kept], np.int32),
-        'dropped': np.array(self._dropped, np.int32),
-        'digest': np.array([self._digest(one) for one in self._kept], np.uint32),
-        'prompt_length': np.array([one.prompt_length for one in self._kept], np.int32),
-        'length': np.array([len(one.tokens) for one in self._kept], np.int32),
+        'index': np.array([one.index for one in kept], np.int32),
+        'dropped': np.array(dropped, np.int32),
+        'digest': np.array([self._digest(one) for one in kept], np.uint32),
+        'prompt_length': np.array([one.prompt_length for one in kept], np.int32),
+        'length': np.array([len(one.tokens) for one in kept], np.int32),
         'tokens': join('tokens', np.int32),
         'top_ids': join('top_ids', np.int32),
         'top_logprobs': join('top_logprobs', np.float16),
     }
     if self._settings.hidden:
       contents['hidden'] = join('hidden', np.float16)
-    path = self._folder / f'shard-{self._num_shards:05}.npz'
+    path = self._folder / f'shard-{number:05}.npz'
     partial = path.with_name(f'.{path.name}.partial')
     try:
       with open(partial, 'wb') as file:
@@ -248,8 +266,6 @@ class _Job:
     except OSError as error:
       raise ValueError(f'{path} could not be written ({error}); is the disk full? The shards before it are whole: the '
                        'same command goes on after them.') from error
-    self._num_shards += 1
-    self._kept, self._dropped = [], []
 
   def _receive(self, ended):
     """Takes the texts of rows that have ended."""
@@ -289,9 +305,9 @@ class _Job:
   def _drop(self, row):
     self._dropped.append(row.index)
     self._in_vain += 1
-    if self._in_vain >= GIVE_UP:
-      raise ValueError(f'of the last {GIVE_UP} texts of the verifier none could be kept: they are loops, or user\'s '
-                       'turns that do not end, or were there before. Give it prompts, or other temperatures.')
+    if self._in_vain >= max(GIVE_UP, 10 * len(self._rows)):
+      raise ValueError(f'of the last {self._in_vain} texts of the verifier none could be kept: they are loops, or '
+                       'user\'s turns that do not end, or were there before. Give it prompts, or other temperatures.')
 
   def _is_new(self, prompt):
     digest = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
@@ -305,7 +321,7 @@ class _Job:
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
 
   def _hidden(self, i, length):
-    hidden = np.array(_row_of(self._state.target_cache.hidden, i)[:length], np.float16)
+    hidden = np.asarray(_row_of(self._state.target_cache.hidden, i))[:length].astype(np.float16)
     hidden[-1] = 0  # of the last token, which was not read
     return hidden
 
@@ -346,8 +362,8 @@ class _Job:
 
   def _keys(self, rows):
     """The same for a conversation, whatever was decoded before it."""
-    return text.row_keys([self._settings.seed * 2**20 + 2 * row.index + row.asks for row in rows],
-                         [row.prompt for row in rows])
+    seeds = [zlib.crc32(repr((self._settings.seed, row.index, row.asks)).encode()) for row in rows]
+    return text.row_keys(seeds, [row.prompt for row in rows])
 
   def _prefill(self, rows):
     length = np.array([len(row.prompt) for row in rows], np.int32)

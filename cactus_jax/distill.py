@@ -5,8 +5,8 @@
 The probability that a drafted token is accepted is sum_x min(p(x), q(x)) = 1 - TV(p, q) (Leviathan et al., 2023), so
 the total variation is the loss that acceptance asks for; KL pulls harder at the start (Zhou et al., DistillSpec, 2024).
 Both are between the laws of the sampling settings the draft is for. A student that reads hidden states is trained on
-its own ones too: pass n reads those of pass n - 1, as the n-th drafted token of a round will (Li et al., EAGLE-3, 2025;
-Zhang et al., HASS, 2024).
+its own ones too (Li et al., EAGLE-3, 2025; Zhang et al., HASS, 2024): pass n reads those of pass n - 1 at every
+position, which comes close to the n-th drafted token of a round, for which only the last n - 1 are the student's own.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from cactus_jax.models import transformer
+from cactus_jax.models import weights as weights_lib
 from cactus_jax.models.student import Student
 from cactus_jax.sampling import SamplingParams, is_greedy, to_probs
 
@@ -91,7 +92,7 @@ class Batch:
 class TrainState:
   """What training changes."""
 
-  step: jax.Array  # i32[], of the optimiser's
+  step: jax.Array  # i32[], batches so far
   weights: dict  # those of the student that are trained, see `trainable`
   optimizer: optax.OptState
 
@@ -116,7 +117,7 @@ def target_law(batch, row_of, config):
   """The verifier's law after temperature and filters, on its likeliest tokens: (rows of the head i32[B, T, N], f32).
 
   A token without a row in the head has R there. The filters see the whole law, but for the mass beyond the N tokens,
-  which no top_k <= N keeps.
+  which no top_k <= N keeps. (Log-probabilities are stored as float16, within 1e-3 or so.)
   """
   law = to_probs(batch.top_logprobs.astype(jnp.float32), _per_text(config, batch))
   return row_of[batch.top_ids], law
@@ -211,8 +212,8 @@ def _evaluate(weights, student, batch, config):
 def acceptance(weights, student, batches, config) -> list[float]:
   """The mean of sum_x min(p, q) over all answered tokens of some batches, exact, for each pass.
 
-  The first is that of the first drafted token of a round, the n-th that of one that follows n - 1 others, had they all
-  been kept.
+  The first is that of the first drafted token of a round; those of further passes are near that of further ones, and
+  rather below, since there all hidden states are the student's own.
   """
   totals, count = 0.0, 0.0
   for batch in batches:
@@ -356,7 +357,8 @@ class _Checkpoints:
 
     self._ocp, folder = ocp, pathlib.Path(folder).absolute()
     self._about = {'config': dataclasses.asdict(config), 'model': dataclasses.asdict(student.config),
-                   'head_size': len(student.head_ids), 'reads_hidden': student.reads_hidden}
+                   'head_size': len(student.head_ids), 'reads_hidden': student.reads_hidden,
+                   'start': weights_lib.digest(student)}
     self._about = json.loads(json.dumps(self._about))
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     try:

@@ -14,12 +14,12 @@ out the work, and --stages=train,export --corpus=a,b,c reads them all.
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
 import time
 
-import matplotlib
 import numpy as np
 from absl import flags
 from lib import flags as common
@@ -30,9 +30,6 @@ import cactus_jax as cj
 from cactus_jax import corpus, distill, text
 from cactus_jax.models import hf
 from cactus_jax.models import student as student_lib
-
-matplotlib.use('Agg')
-from matplotlib import pyplot as plt  # noqa: E402
 
 STAGES = ('data', 'train', 'export')
 _OUTPUT = flags.DEFINE_string('output', None, 'Folder of the run.', allow_override=True)
@@ -139,12 +136,24 @@ def head_size(target) -> int:
   return min(_HEAD.value, target.config.vocab_size)
 
 
-def check_export(target=None):
+def check_shape():
+  """Raises ValueError for flags of a draft's shape that contradict each other."""
+  if _START.value is not None:
+    common.refuse(['layers', 'window', 'reads_hidden', 'head_size'], '--start brings the shape of its draft')
+  elif _TRANSFORMERS.value and (_READS_HIDDEN.value or _WINDOW.value):
+    raise ValueError('--transformers: a draft that reads hidden states, or has windows, is no model that transformers '
+                     'knows: add --noreads_hidden, and drop --window.')
+  elif _READS_HIDDEN.value and not _KEEP_HIDDEN.value and set(_STAGES.value) > {'data'}:
+    raise ValueError('--nokeep_hidden: the draft is to read hidden states: keep them, or add --noreads_hidden.')
+
+
+def check_export(student):
   """Raises ValueError where --transformers asks for a draft that transformers does not know."""
-  if _TRANSFORMERS.value and _READS_HIDDEN.value:
-    raise ValueError('--transformers: a draft that reads hidden states is no model of its own: add --noreads_hidden.')
-  if _TRANSFORMERS.value and target is not None and head_size(target) < target.config.vocab_size:
-    raise ValueError(f'--transformers: the draft needs a whole head: add --head_size={target.config.vocab_size}.')
+  if _TRANSFORMERS.value:
+    try:
+      student_lib.as_transformer(student)
+    except ValueError as error:
+      raise ValueError(f'--transformers: {error}') from None
 
 
 def read_prompts():
@@ -285,6 +294,11 @@ def write_log(folder, rows):
   """The rows of all evaluations, whole or not at all, and their picture."""
   with whole(folder / 'log.jsonl') as partial:
     partial.write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+  import matplotlib  # takes half a second
+
+  matplotlib.use('agg')
+  from matplotlib import pyplot as plt
+
   steps = [row['step'] for row in rows]
   figure, axes = plt.subplots(figsize=(7, 4), layout='constrained')
   axes.plot(steps, [row['acceptance'] for row in rows], color='0.6', label='training texts')
@@ -302,13 +316,16 @@ def write_log(folder, rows):
 def main():
   """Goes through the stages of --stages."""
   common.refuse(['draft', 'draft_quantize', 'num_draft', 'rule', *common.RULE_FIELDS, 'static', 'block_verification',
-                 'ledger', 'stop', 'min_p'], 'a draft is made, not used')
+                 'ledger', 'stop', 'stop_entropy', 'min_p', 'kv_dtype'], 'a draft is made, not used')
   output, texts = folders()
-  corpus_settings(), training(), given_layers(), check_export()  # what is wrong is told before anything is loaded
+  corpus_settings(), training(), given_layers(), check_shape()  # what is wrong is told before anything is loaded
+  if 'train' in _STAGES.value and importlib.util.find_spec('matplotlib') is None:
+    raise ValueError('matplotlib is missing, which draws the curve: pip install -e .[plot]')
   prompts = read_prompts()
   tokenizer, target = cj.load_tokenizer(common.verifier_source()), common.verifier()
   if _STAGES.value != ['data']:  # and before the verifier writes for hours
-    new_student(target, [0]), check_export(target)
+    check_export(student_lib.load(_START.value, target, tokenizer) if _START.value is not None else
+                 new_student(target, np.arange(head_size(target))))
   if 'data' in _STAGES.value:
     write_texts(texts[0], target, tokenizer, prompts)
   if 'train' in _STAGES.value:

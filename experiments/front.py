@@ -458,7 +458,7 @@ def _panel(axis, front, setting, name):
 def check_flags():
   """Raises ValueError for flags that mean nothing here, or that would fail after the work is done."""
   common.refuse(['temperature', 'top_k', 'top_p', 'min_p'], 'the two settings are fixed')
-  common.refuse(['rule', *common.RULE_FIELDS, 'static', 'stop', 'block_verification', 'ledger'],
+  common.refuse(['rule', *common.RULE_FIELDS, 'static', 'stop', 'stop_entropy', 'block_verification', 'ledger'],
                 'every rule is judged on whole rounds')
   if common.settings()['draft'] == 'none':
     raise ValueError('--draft=none: without a draft there is nothing to accept or reject.')

@@ -308,7 +308,8 @@ def report(figures, bandwidth, laws):
 
 def check_flags():
   """Raises ValueError for a flag that cannot be used."""
-  common.refuse(['rule', *common.RULE_FIELDS, 'static', 'block_verification', 'ledger'], 'all rules are measured')
+  common.refuse(['rule', *common.RULE_FIELDS, 'static', 'block_verification', 'ledger', 'stop_entropy'],
+                'all rules are measured')
   common.refuse(['verifier', 'draft', 'max_new_tokens', 'stop', 'seed', 'raw', *common.MODEL_FLAGS], 'no model is run')
   common.refuse(['temperature', 'top_k', 'top_p', 'min_p'], 'the two settings are fixed')
   least = {'batch': (_BATCH.value, 1), 'num_draft': (common.num_draft(), 1), 'vocab': (_VOCAB.value, 2),

@@ -34,7 +34,7 @@ _MAX_PROMPT = flags.DEFINE_integer('longest_prompt', 512, 'Longer prompts are pa
 _ARMS = flags.DEFINE_list('arms', ['exact:2', 'exact:3', 'exact:5', 'rule:3', 'rule:5'], 'What to compare.',
                           allow_override=True)
 _ACCEPTANCE_ROUNDS = flags.DEFINE_boolean('acceptance', True, 'Measure the exact acceptance too.')
-_REPEATS = flags.DEFINE_integer('repeats', 1, 'Turns of each arm on each prompt.', allow_override=True)
+_REPEATS = flags.DEFINE_integer('repeats', 1, 'Turns of each arm on each prompt.', 1, allow_override=True)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append a row for each category and arm to.',
                               allow_override=True)
 
@@ -77,9 +77,10 @@ def read_prompts(tokenizer) -> dict:
 
 
 def exact_acceptance(prompt, num_draft, options) -> tuple[float, int]:
-  """The sum over rounds of sum min(p, q) at the first drafted token, and the number of rounds."""
+  """The sum over rounds of sum min(p, q) at the first drafted token, and the number of rounds that have one."""
   drafted, target_probs = cj.record_rounds([prompt], num_draft=num_draft, **options)
-  return float(np.minimum(drafted.probs[:, 0], target_probs[:, 0]).sum()), len(target_probs)
+  there = drafted.num_drafted > 0
+  return float(np.minimum(drafted.probs[there, 0], target_probs[there, 0]).sum()), int(there.sum())
 
 
 def measure(prompt, chosen, options, is_compiled) -> dict:
@@ -99,7 +100,8 @@ def measure(prompt, chosen, options, is_compiled) -> dict:
 def main():
   """Prints the table, and appends its rows to --output."""
   chosen = arms()
-  common.refuse(['num_draft', 'ledger', 'block_verification', 'seed'], 'arms are named by --arms')
+  common.refuse(['num_draft', 'ledger', 'block_verification', 'seed', 'stop', 'stop_entropy'],
+                'arms are named by --arms')
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   tokenizer = cj.load_tokenizer(common.verifier_source())
   prompts = read_prompts(tokenizer)
@@ -108,6 +110,7 @@ def main():
   if draft is None:
     raise ValueError('--draft=none: there is nothing to measure.')
   new_tokens = common.text_options()['max_new_tokens']
+  settings = {name: value for name, value in common.settings().items() if name not in ('draft', 'num_draft', 'seed')}
   options = dict(target=target, tokenizer=tokenizer, draft=draft, draft_tokenizer=draft_tokenizer,
                  sampling=common.sampling(), max_new_tokens=new_tokens, raw=common.text_options()['raw'])
   machine = f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
@@ -134,8 +137,8 @@ def main():
   figures += table('all', totals, overall)
   print(shown(figures, chosen))
   for figure in figures if rows else ():
-    rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, 'draft': os.path.basename(common.draft_name()),
-                 'rule': str(common.rule()), 'max_new_tokens': new_tokens, **common.held(), **figure})
+    rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, 'machine': machine,
+                 'draft': os.path.basename(os.path.normpath(common.draft_name())), **settings, **figure})
 
 
 def table(category, sums, acceptance) -> list[dict]:

@@ -199,7 +199,7 @@ def explain(batch, target, repeats):
 def main():
   """Prints the tables, and appends their figures to --output."""
   common.refuse(['stop', 'max_new_tokens', 'raw', 'seed'], 'every arm answers the same prompts with as many tokens')
-  common.refuse(['ledger', 'block_verification'], 'arms are verified token by token')
+  common.refuse(['ledger', 'block_verification', 'stop_entropy'], 'arms are verified token by token, of whole drafts')
   if isinstance(common.rule(), cj.Budget):
     raise ValueError('--rule=budget means nothing here: arms are compared at fixed numbers.')
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None

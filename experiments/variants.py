@@ -231,7 +231,8 @@ QUALITY = [
 
 def main():
   """Prints the tables, and appends their figures to --output."""
-  common.refuse(['draft', 'rule', *common.RULE_FIELDS, 'static', 'block_verification', 'ledger'], 'nothing is drafted')
+  common.refuse(['draft', 'rule', *common.RULE_FIELDS, 'static', 'block_verification', 'ledger', 'stop_entropy'],
+                'nothing is drafted')
   common.refuse(['stop', 'max_new_tokens', 'raw', 'seed'], 'texts are greedy, and as long as --tokens')
   common.refuse(common.MODEL_FLAGS, 'all are compared')
   check_names()

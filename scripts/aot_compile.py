@@ -43,8 +43,8 @@ _ACCEPTANCE = flags.DEFINE_list('acceptance', [0.5, 0.6, 0.7, 0.8, 0.9], 'Rates 
 _WHOLE = flags.DEFINE_boolean('whole', True, 'Also compile prefill, and the loop of verifier and draft together.')
 _JSON = flags.DEFINE_string('json', None, 'JSONL file to append the figures to.')
 # Flags of the programs that decode.
-OTHERS = ('verifier', 'draft', 'block_verification', 'ledger', 'temperature', 'top_k', 'top_p', 'min_p', 'seed',
-          'max_new_tokens', 'stop', 'raw', 'quantize', 'draft_quantize', 'kv_dtype')
+OTHERS = ('verifier', 'draft', 'block_verification', 'ledger', 'stop_entropy', 'temperature', 'top_k', 'top_p',
+          'min_p', 'seed', 'max_new_tokens', 'stop', 'raw', 'quantize', 'draft_quantize', 'kv_dtype')
 
 
 def read(path):

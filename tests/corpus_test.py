@@ -263,9 +263,9 @@ def test_loops_and_repeats_are_dropped(write):
 
 def test_a_verifier_of_no_use_does_not_run_forever(write, monkeypatch, tmp_path):
   monkeypatch.setattr(corpus, 'GIVE_UP', 30)
-  with pytest.raises(ValueError, match='of the last 30 texts of the verifier none could be kept'):
+  with pytest.raises(ValueError, match='of the last 40 texts of the verifier none could be kept'):
     write(target=scripted([3]), settings=RAW)
-  with pytest.raises(ValueError, match='of the last 30 texts of the verifier none could be kept'):  # no turn ends
+  with pytest.raises(ValueError, match='of the last 40 texts of the verifier none could be kept'):  # no turn ends
     write(tmp_path / 'chat', target=scripted(range(60)), settings=dataclasses.replace(RAW, raw=False))
 
 

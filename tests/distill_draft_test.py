@@ -201,7 +201,7 @@ def test_flags_are_looked_at_before_anything_is_loaded(cli, tmp_path, monkeypatc
 
 @pytest.mark.parametrize('arguments, message', [
     (['--layers=0,2'], 'layers=(0, 2): need at least one of 0..1'), (['--quantize=int8'], '8-bit integers'),
-    (['--transformers', '--noreads_hidden'], '--transformers: the draft needs a whole head: add --head_size=268'),
+    (['--transformers', '--noreads_hidden'], '--transformers: the head of this draft has 99 of 268 tokens'),
     (['--max_prompt=90'], 'max_prompt=90 and max_answer=16 are 106 tokens, the context of the verifier is 96'),
     (['--stages=train'], 'holds no texts: run --stages=data first.'),
     (['--stages=export'], 'holds no training: run --stages=train first.'),

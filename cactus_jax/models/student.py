@@ -27,6 +27,7 @@ from cactus_jax.models.transformer import Transformer
 FORMAT, VERSION = 'cactus_jax student', 1
 DESCRIPTION, WEIGHTS = 'student.json', 'student.safetensors'
 FUSE = 'model.fuse.weight'  # [D, 2D], as files have matrices
+FIELDS = ('config', 'window', 'head_size', 'reads_hidden', 'tokenizer', 'embedding')  # of the description
 EPS = 1e-6
 
 
@@ -69,7 +70,8 @@ class Student:
       before_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
       x_BTD = fused(self.fuse, x_BTD, before_BTD.astype(x_BTD.dtype))
     positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    return transformer.run_layers(params, config, x_BTD, positions_BT, self.body.init_cache(B, 1), self.mesh)[0]
+    cache = self.body.replace(kv_dtype=None).init_cache(B, 1)  # integers would have no gradient
+    return transformer.run_layers(params, config, x_BTD, positions_BT, cache, self.mesh)[0]
 
   @property
   def config(self):
@@ -147,7 +149,7 @@ def head_rows(target, head_ids):
 
 
 def new_student(target, layer_ids, head_ids, *, reads_hidden=False, window=None, key=None) -> Student:
-  """A student to be trained: some of the verifier's layers, in float32, between its embedding and head.
+  """A student to be trained: some of the verifier's layers between its embedding and head.
 
   Args: layer_ids, which of the verifier's layers; key, for the one weight that it has no start for: `fuse` begins as
     the hidden state, and a little of the token.
@@ -281,6 +283,8 @@ def _described(folder):
     described = json.loads(path.read_text(encoding='utf-8'))
     if described['format'] != FORMAT or described['version'] > VERSION:
       raise ValueError(f'its format is {described["format"]} {described["version"]}, known here is {FORMAT} {VERSION}')
+    if missing := [name for name in FIELDS if name not in described]:
+      raise ValueError(f'it lacks {", ".join(missing)}')
     return described
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(f'{path}: no description of a distilled draft ({error}); copy the folder again.') from None
