@@ -251,3 +251,30 @@ def test_more_texts_can_be_added(cli, done, tmp_path):
   assert code == 0, err
   code, out, err = cli(tmp_path / 'draft', '--stages=train', f'--corpus={done}/corpus,{tmp_path}/second/corpus')
   assert code == 0 and 'evaluating on 4' in out, err
+
+
+def test_training_goes_on_from_a_draft(done, verifier, run_program, tmp_path):
+  arguments = [argument for argument in TINY if not argument.startswith('--head_size')]
+  run = lambda *more: run_program(
+      distill_draft.main, 'distill_draft.py', f'--verifier={verifier}', f'--output={tmp_path / "more"}',
+      f'--corpus={done}/corpus', '--stages=train,export', f'--start={done}/export', *arguments, *more)
+  code, _, err = run('--learning_rate=1e-9', '--weight_decay=0')
+  assert code == 0, err
+  rows_of = lambda folder: record.read_rows(folder / 'train' / 'log.jsonl')
+  last, first = rows_of(done)[-1], rows_of(tmp_path / 'more')[0]
+  np.testing.assert_allclose(first['held_out'], last['held_out'], atol=2e-3)  # from half precision
+  target, tokenizer = cj.load_transformer(verifier), cj.load_tokenizer(verifier)
+  before, after = (student_lib.load(folder / 'export', target, tokenizer) for folder in (done, tmp_path / 'more'))
+  np.testing.assert_array_equal(before.head_ids, after.head_ids)
+  code, _, err = run('--layers=0')
+  assert code == 2 and '--layers means nothing here: --start brings the shape of its draft' in err
+
+
+def test_texts_of_a_verifier_with_other_weights_are_refused(cli, done, run_program, tmp_path):
+  other = talker.talker()
+  scaled = jax.tree.map(lambda x: x * 1.01, other.params)
+  hf.save(tmp_path / 'other', other.replace(params=scaled), TOKENIZER)
+  code, _, err = cli(tmp_path / 'draft', '--stages=train', f'--corpus={done}/corpus', f'--verifier={tmp_path}/other')
+  assert code == 2 and 'holds a corpus of another verifier (weights is' in err
+  code, _, err = cli(done, '--stages=train', f'--verifier={tmp_path}/other')
+  assert code == 2 and 'holds a corpus of another verifier (weights is' in err
