@@ -40,7 +40,7 @@ _TOKENS = flags.DEFINE_integer('tokens', 1_000_000, 'Answered tokens that the co
 _PROMPTS = flags.DEFINE_string('prompts_file', None, 'JSONL of prompts to be answered beside those that the verifier '
                                'thinks of.', allow_override=True)
 _FIELD = flags.DEFINE_string('prompt_field', 'prompt', 'Where a line has its prompt.', allow_override=True)
-_BATCH = flags.DEFINE_integer('rows', 64, 'Conversations written together.', 1)
+_BATCH = flags.DEFINE_integer('parallel', 64, 'Conversations that are written at once.', 1)
 _TEMPERATURES = flags.DEFINE_list('temperatures', ['0.6', '0.6', '0.6', '1.0'], 'Of the answers, in turn.')
 _MAX_PROMPT = flags.DEFINE_integer('max_prompt', 144, 'Most tokens of a prompt, template included.', 1)
 _KEEP_HIDDEN = flags.DEFINE_boolean('keep_hidden', True, 'Keep hidden states, 2 bytes a number, for --reads_hidden.')

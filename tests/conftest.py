@@ -27,6 +27,28 @@ def few_programs():
     jax.clear_caches()
 
 
+@pytest.fixture(scope='module')
+def quick_programs():
+  """Programs that are made in half the time and run as slowly as they like."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.fixture
+def compiles():
+  """The events of compiling so far, a list that grows."""
+  events = []
+
+  def listen(event, seconds, **_):
+    if event == '/jax/core/compile/backend_compile_duration':
+      events.append(seconds)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield events
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture
 def run_program(monkeypatch, capsys):
   """run_program(main, *argv, **options of lib.flags.run): exit code, standard output and standard error."""

@@ -19,12 +19,7 @@ PROMPTS = ['the', 'hi', 'the', 'a' * 99, 'what']
 TOKENS = 250
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_programs():
-  """Programs that are made in half the time and run as slowly as they like."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+pytestmark = pytest.mark.usefixtures('quick_programs')
 
 
 @pytest.fixture(scope='module')

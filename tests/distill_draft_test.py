@@ -18,18 +18,13 @@ from cactus_jax.models import student as student_lib
 from tests import fakes, talker
 from tests.talker import TOKENIZER
 
-TINY = ('--tokens=300', '--rows=4', '--temperatures=1.0', '--max_prompt=24', '--max_new_tokens=16', '--steps=4',
+TINY = ('--tokens=300', '--parallel=4', '--temperatures=1.0', '--max_prompt=24', '--max_new_tokens=16', '--steps=4',
         '--evaluate_every=2', '--held_out=4', '--batch_tokens=256', '--passes=2', '--warmup=1', '--head_size=99')
 WHOLE = ('--noreads_hidden', '--head_size=268', '--layers=0')
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_programs():
-  """Programs that are made in half the time and run as slowly as they like."""
-  app.define_help_flags()  # once, or the flagsaver takes them away again
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+pytestmark = pytest.mark.usefixtures('quick_programs')
+app.define_help_flags()  # once, or the flagsaver takes them away again
 
 
 @pytest.fixture(scope='module')

@@ -27,13 +27,8 @@ RULES = [pytest.param(['exact', 'cactus', 'clamp', 'clamp_by_position', 'mentore
 PROMPTS = ['ab', 'cd', 'efg', 'hi there']
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_programs():
-  """Programs that are made in half the time and run as slowly as they like."""
-  app.define_help_flags()  # once, or the flagsaver takes them away again
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+pytestmark = pytest.mark.usefixtures('quick_programs')
+app.define_help_flags()  # once, or the flagsaver takes them away again
 
 
 # Figures on known laws.

@@ -34,13 +34,8 @@ ANSWER = 'the 日本 👩‍🚀 is here!'
 SHORT = ('--raw', '--max_new_tokens=40', '--nocompare_plain')
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_programs():
-  """Programs that are made in half the time and run as slowly as they like."""
-  app.define_help_flags()  # once, or the flagsaver takes them away again
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+pytestmark = pytest.mark.usefixtures('quick_programs')
+app.define_help_flags()  # once, or the flagsaver takes them away again
 
 
 @pytest.fixture

@@ -25,12 +25,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FILTERED = rule_cost.SETTINGS['T 0.6, top-k 20, top-p 0.95']
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_programs():
-  """Programs that are made in half the time and run as slowly as they like."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+pytestmark = pytest.mark.usefixtures('quick_programs')
 
 
 def small_laws(seed, rows, num_draft, vocab=7):

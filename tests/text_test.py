@@ -115,12 +115,7 @@ def tiny(**changes):
   return cj.Transformer(params.replace(embed=params.embed * 4), shape)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_programs():
-  """Programs that are made in half the time and run as slowly as they like."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+pytestmark = pytest.mark.usefixtures('quick_programs')
 
 
 @pytest.fixture
@@ -140,20 +135,6 @@ def target():
 def draft(target):
   """Agrees with the target now and then."""
   return target.early_exit(1)
-
-
-@pytest.fixture
-def compiles():
-  """The events of compiling so far, a list that grows."""
-  events = []
-
-  def listen(event, seconds, **_):
-    if event == '/jax/core/compile/backend_compile_duration':
-      events.append(seconds)
-
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  yield events
-  jax.monitoring.unregister_event_duration_listener(listen)
 
 
 # Prompts.

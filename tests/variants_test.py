@@ -17,12 +17,7 @@ from tests import checkpoints, fakes
 PROMPTS = [[5, 6, 7], [8, 9]]
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_programs():
-  """Programs that are made in half the time and run as slowly as they like."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
+pytestmark = pytest.mark.usefixtures('quick_programs')
 
 
 @pytest.fixture(scope='module')
