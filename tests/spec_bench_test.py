@@ -18,6 +18,7 @@ from cactus_jax.models.config import ModelConfig
 from cactus_jax.models.transformer import Transformer
 from tests import fakes
 
+pytestmark = pytest.mark.usefixtures('quick_programs')
 CONFIG = ModelConfig(
     family='llama', vocab_size=267, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     mlp_dim=48, max_length=256, norm_eps=1e-5, rope_theta=1000.0, tie_embeddings=True)
