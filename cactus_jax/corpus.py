@@ -32,6 +32,7 @@ import numpy as np
 from cactus_jax import decode, text
 from cactus_jax.decode import DecodeConfig, Finish
 from cactus_jax.models import hf, weights
+from cactus_jax.records import differences
 from cactus_jax.rules import Exact
 from cactus_jax.sampling import SamplingParams
 
@@ -108,7 +109,7 @@ def write(folder, target, tokenizer, prompts=(), *, num_tokens, settings=Setting
   prepare(folder, settings, target, tokenizer, encoded)
   if (there := count_tokens(folder)) >= num_tokens:
     return there
-  job = _Job(folder, target, tokenizer, encoded, settings, batch)
+  job = _Job(folder, target, tokenizer, encoded, settings, batch, there)
   try:
     while job.num_tokens < num_tokens:
       job.step()
@@ -169,16 +170,14 @@ def _compare(folder, ours, what, advice):
       raise ValueError(f'it holds {theirs!r:.40}')
   except (OSError, ValueError) as error:
     raise ValueError(f'{path}: damaged or missing ({error}); choose another folder.') from None
-  other = [f'{name} is {theirs.get(name)!r} there and {value!r} here' for name, value in ours.items()
-           if theirs.get(name) != value]
-  if other:
+  if other := differences(theirs, ours):
     raise ValueError(f'{folder} holds a corpus {what} ({"; ".join(other)}): {advice}.')
 
 
 class _Job:
   """A corpus in the making: the rows that are decoded, what waits for one, and what waits for a file."""
 
-  def __init__(self, folder, target, tokenizer, encoded, settings, batch):
+  def __init__(self, folder, target, tokenizer, encoded, settings, batch, num_tokens):
     self._folder, self._target, self._tokenizer, self._settings = folder, target, tokenizer, settings
     self._opening = opening(tokenizer, settings.raw)
     if len(self._opening) >= settings.max_prompt and not settings.raw:
@@ -194,14 +193,13 @@ class _Job:
         num_draft=1,
         max_length=settings.max_prompt + settings.max_answer,
         vocab_size=len(tokenizer),
-        eos_ids=tuple(sorted({*target.config.eos_ids, tokenizer.eos_token_id} - {None})),
+        eos_ids=text.end_tokens(target, tokenizer),
         hidden=settings.hidden)
-    self._taken, self._digests, self.num_tokens, self._num_shards = set(), set(), 0, 0
+    self._taken, self._digests, self.num_tokens, self._num_shards = set(), set(), num_tokens, 0
     for path in shards(folder):
-      shard = _load(path, ('index', 'dropped', 'digest', 'length', 'prompt_length'))
+      shard = _load(path, ('index', 'dropped', 'digest'))
       self._taken |= {*shard['index'].tolist(), *shard['dropped'].tolist()}
       self._digests |= set(shard['digest'].tolist())
-      self.num_tokens += int((shard['length'] - shard['prompt_length']).sum())
       self._num_shards = int(path.stem.rpartition('-')[2]) + 1  # of those before it some may have been deleted
     self._numbers = (i for i in itertools.count() if i not in self._taken)
     self._waiting = collections.deque()  # answers whose prompt has been written

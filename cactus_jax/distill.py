@@ -25,6 +25,7 @@ import optax
 from cactus_jax.models import transformer
 from cactus_jax.models import weights as weights_lib
 from cactus_jax.models.student import Student
+from cactus_jax.records import differences
 from cactus_jax.sampling import SamplingParams, is_greedy, to_probs
 
 LENGTH_STEP = 64  # texts are padded to multiples of it: so many programs
@@ -167,13 +168,13 @@ def loss(weights, student, batch, config):
   """The loss of a batch, a number, and the acceptance of its first pass."""
   student = with_weights(student, weights)
   mean = lambda x_BT: jnp.sum(x_BT * batch.answered) / jnp.maximum(jnp.sum(batch.answered), 1)
-  total, scale, acceptances = 0.0, 0.0, []
+  total, scale, accepted = 0.0, 0.0, None
   for i, by_name in enumerate(losses_by_pass(student, batch, config, config.filter_draft)):
     weight = config.pass_decay**i
     total += weight * sum(factor * mean(by_name[name]) for name, factor in config.loss)
     scale += weight
-    acceptances.append(1 - mean(by_name['tv']))
-  return total / scale, acceptances[0]
+    accepted = 1 - mean(by_name['tv']) if accepted is None else accepted
+  return total / scale, accepted
 
 
 def optimizer(config) -> optax.GradientTransformation:
@@ -379,10 +380,7 @@ class _Checkpoints:
       return state, []
     args = self._ocp.args
     about = self._manager.restore(self.last, args=args.Composite(about=args.JsonRestore()))['about']
-    theirs = _flat(about)
-    other = [f'{name} is {theirs.get(name)} there and {value} here' for name, value in _flat(self._about).items()
-             if theirs.get(name) != value]
-    if other:
+    if other := differences(_flat(about), _flat(self._about)):
       raise ValueError(f'{self._manager.directory} has checkpoints of another run ({"; ".join(other)}): choose another '
                        'folder, or the same settings.')
     found = self._manager.restore(self.last, args=args.Composite(state=args.StandardRestore(state)))

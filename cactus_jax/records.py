@@ -94,3 +94,9 @@ def per_slot(record, slots):
   """A record with leaves [B] as one with leaves [B, slots]; what has that shape stays as it is."""
   spread = lambda leaf: leaf if leaf.ndim == 2 else jnp.broadcast_to(leaf[:, None], (leaf.shape[0], slots))
   return jax.tree.map(spread, record)
+
+
+def differences(theirs, ours) -> list[str]:
+  """What of our settings is not the same in theirs, in words."""
+  return [f'{name} is {theirs.get(name)!r} there and {value!r} here' for name, value in ours.items()
+          if theirs.get(name) != value]

@@ -218,6 +218,11 @@ def encode(prompts, tokenizer, raw) -> list[list[int]]:
   return rows
 
 
+def end_tokens(target, tokenizer) -> tuple[int, ...]:
+  """The tokens that end a text, by the model's config or its tokenizer, rising."""
+  return tuple(sorted({*target.config.eos_ids, tokenizer.eos_token_id} - {None}))
+
+
 def is_conversation(value) -> bool:
   """Whether it is a list of messages, each with role and content."""
   is_message = lambda turn: isinstance(turn, dict) and {'role', 'content'} <= turn.keys()
@@ -399,7 +404,7 @@ class _Run:
         num_draft=num_draft,
         max_length=min(bucket(longest + max_new_tokens), context),
         vocab_size=vocab_size,
-        eos_ids=tuple(sorted({*target.config.eos_ids, *filter(lambda t: t is not None, [tokenizer.eos_token_id])})),
+        eos_ids=end_tokens(target, tokenizer),
         ledger=bool(ledger) or isinstance(rule, Budget),
         block_verification=bool(block_verification),
         stop_entropy=stop_entropy,

@@ -32,7 +32,7 @@ from lib import record
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
-from cactus_jax import ledger
+from cactus_jax import ledger, records
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
 DEFAULT_LAWS = os.path.join(os.path.dirname(common.DEFAULT_CACHE), 'front')
@@ -183,7 +183,7 @@ def read_laws(path, settings):
 
 def check_same(path, theirs, ours, flag):
   """Raises ValueError if what a file was made with is not what is wanted here."""
-  other = record.differences(theirs, ours)
+  other = records.differences(theirs, ours)
   if other:
     raise ValueError(f'{path} was made with other settings ({"; ".join(other)}): choose another {flag}.')
 

@@ -23,7 +23,7 @@ from lib import pod, record
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
-from cactus_jax import metrics, sharding, text
+from cactus_jax import metrics, records, sharding, text
 from cactus_jax.models import rope
 from cactus_jax.models.config import FAMILIES
 
@@ -145,7 +145,7 @@ def open_output(prompts, settings):
     theirs = row.get('settings')
     if not isinstance(theirs, dict):
       raise ValueError(f'{_OUTPUT.value} holds rows that are no answers: choose another --output.')
-    other = record.differences(theirs, settings)
+    other = records.differences(theirs, settings)
     if other:
       raise ValueError(f'{_OUTPUT.value} holds answers of other settings ({"; ".join(other)}): choose another '
                        '--output.')

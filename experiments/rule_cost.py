@@ -12,7 +12,6 @@ emit, which are made beforehand. torch (extra: torch) is left out where not inst
 """
 
 import importlib.util
-import os
 import time
 
 import jax
@@ -327,7 +326,7 @@ def main():
   check_flags()
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   shape = _BATCH.value, common.num_draft(), _VOCAB.value
-  machine = f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
+  machine = common.machine()
   print(f'B={shape[0]} rows, K={shape[1]} drafted tokens, V={shape[2]}; medians of {_REPEATS.value} turns (one call of '
         f'arms that take over {SLOW:.0f} s); {machine}', flush=True)
   make = jax.jit(make_laws, static_argnums=(0, 1, 2))

@@ -113,7 +113,7 @@ def main():
   settings = {name: value for name, value in common.settings().items() if name not in ('draft', 'num_draft', 'seed')}
   options = dict(target=target, tokenizer=tokenizer, draft=draft, draft_tokenizer=draft_tokenizer,
                  sampling=common.sampling(), max_new_tokens=new_tokens, raw=common.text_options()['raw'])
-  machine = f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
+  machine = common.machine()
   print(f'{common.describe()}; {machine}', flush=True)
   longest = max(num for _, num in chosen.values())
   figures, totals = [], {name: np.zeros(4) for name in chosen}

@@ -205,7 +205,7 @@ def main():
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
   source = common.verifier_source()
   target, tokenizer = common.verifier(), cj.load_tokenizer(source)
-  machine = f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
+  machine = common.machine()
   print(f'{common.describe()}; {machine}', flush=True)
   for batch in map(int, _BATCH_SIZES.value):
     figures = compare(batch, target, tokenizer, source)

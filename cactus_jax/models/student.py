@@ -148,11 +148,11 @@ def head_rows(target, head_ids):
   return params.head[jnp.asarray(head_ids)]
 
 
-def new_student(target, layer_ids, head_ids, *, reads_hidden=False, window=None, key=None) -> Student:
+def new_student(target, layer_ids, head_ids, *, reads_hidden=False, window=None) -> Student:
   """A student to be trained: some of the verifier's layers between its embedding and head.
 
-  Args: layer_ids, which of the verifier's layers; key, for the one weight that it has no start for: `fuse` begins as
-    the hidden state, and a little of the token.
+  The one weight that the verifier has no start for, `fuse`, begins as the hidden state, and a little of all else.
+  Args: layer_ids, which of the verifier's layers.
   Raises: ValueError for layers that the verifier does not have, and for a verifier in 8 bits.
   """
   if target.quantize:
@@ -163,7 +163,7 @@ def new_student(target, layer_ids, head_ids, *, reads_hidden=False, window=None,
     raise ValueError(f'layers={tuple(layer_ids)}: need at least one of 0..{count - 1}.')
   if reads_hidden:
     D = target.config.embed_dim
-    noise = 0.02 * jax.random.normal(jax.random.key(0) if key is None else key, (2 * D, D))
+    noise = 0.02 * jax.random.normal(jax.random.key(0), (2 * D, D))
     fuse = (noise.at[D:].add(jnp.eye(D))).astype(target.params.embed.dtype)
   return make_student(target, [target.params.layers[i] for i in layer_ids], target.params.final_norm, head_ids,
                       fuse=fuse if reads_hidden else None, window=window)

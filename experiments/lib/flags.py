@@ -345,6 +345,11 @@ def describe(mesh=None) -> str:
   return f'{line}; {mesh.size} devices{processes}: {axes}{drafters}'
 
 
+def machine() -> str:
+  """What the figures of this run were measured on."""
+  return f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
+
+
 def settings() -> dict:
   """Everything that determines an answer, to be stored with it."""
   names = ['block_verification', 'ledger', 'num_draft', 'stop_entropy', 'temperature', 'top_k', 'top_p', 'min_p',

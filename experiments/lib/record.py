@@ -33,12 +33,6 @@ def read_rows(path, check=None, tail=0) -> list[dict]:
   return rows
 
 
-def differences(theirs, ours) -> list[str]:
-  """What of our settings is not the same in theirs, in words."""
-  return [f'{name} is {theirs.get(name)!r} there and {value!r} here' for name, value in ours.items()
-          if theirs.get(name) != value]
-
-
 class Rows:
   """A JSONL file that grows a row at a time; what is in it when it is opened counts as done.
 
