@@ -2,7 +2,7 @@
 
 The verifier first writes a user's turn, where its chat template expects one, then answers it; or it answers prompts
 that are given. At each token of an answer its likeliest tokens are kept with their log-probabilities, and at each
-position its last hidden state if wanted, so that the verifier never has to read the text again. Rows that end are
+position some hidden states if wanted, so that the verifier never has to read the text again. Rows that end are
 replaced, so that none waits for the longest.
 
 A corpus is a folder of shards, each of which appears under its name only when it is whole: `shard-00000.npz` with
@@ -10,7 +10,8 @@ A corpus is a folder of shards, each of which appears under its name only when i
   prompt_length, length i32[N], tokens; length counts prompt and answer
   tokens i32[sum length], one conversation after another
   top_ids i32[sum (length - prompt_length), top], top_logprobs f16[...]: of the law of each answered token, T = 1, nats
-  hidden f16[sum length, D], of each position but the last of a conversation, which the verifier has not read
+  hidden f16[sum length, (1+N)*D], of each position but the last of a conversation, which the verifier has not read:
+    what N layers are given, past their norms, and what the head is
 and `corpus.json`, which has the settings that all shards share.
 """
 
@@ -32,6 +33,7 @@ import numpy as np
 from cactus_jax import decode, text
 from cactus_jax.decode import DecodeConfig, Finish
 from cactus_jax.models import hf, weights
+from cactus_jax.models.transformer import check_hidden_layers
 from cactus_jax.records import differences
 from cactus_jax.rules import Exact
 from cactus_jax.sampling import SamplingParams
@@ -52,20 +54,24 @@ class Settings:
   top_k: int = 20
   top_p: float = 0.95
   top: int = 32  # likeliest tokens whose log-probabilities are kept
-  hidden: bool = True  # whether hidden states are kept
+  # Of the verifier, rising: what they are given is kept beside what the head is; None keeps no hidden states.
+  hidden_layers: tuple[int, ...] | None = ()
+  given_every: int = 2  # of so many conversations one answers a prompt that is given, as long as there are some
   max_prompt: int = 144  # tokens, template included
   max_answer: int = 240  # tokens
   seed: int = 0
   raw: bool = False  # without a chat template: the text goes on from the prompt, or from its first token
 
   def __post_init__(self):
-    for name in ('top', 'max_prompt', 'max_answer'):
+    for name in ('top', 'max_prompt', 'max_answer', 'given_every'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name}={getattr(self, name)}: need at least 1.')
     if not self.temperatures:
       raise ValueError('temperatures is empty: need at least one.')
     if not self.top_k <= self.top:
       raise ValueError(f'top_k={self.top_k}: the laws are kept of {self.top} tokens, so it can be at most that.')
+    if self.hidden_layers is not None:
+      object.__setattr__(self, 'hidden_layers', tuple(self.hidden_layers))  # a list could be no part of a program's key
     for temperature in (*self.temperatures, self.ask_temperature):
       SamplingParams(temperature, self.top_k, self.top_p)  # sees that they are numbers it can have
 
@@ -95,8 +101,8 @@ def write(folder, target, tokenizer, prompts=(), *, num_tokens, settings=Setting
   """Lets the verifier write conversations until the folder has num_tokens answered tokens; goes on where it stopped.
 
   Args:
-    prompts: strings or conversations that are answered, every second turn as long as there are some; the verifier
-      writes all others itself.
+    prompts: strings or conversations that are answered, as settings.given_every says; the verifier writes all others
+      itself.
     batch: rows decoded together.
     progress: called with the number of answered tokens in the folder and in memory.
   Returns: the number of answered tokens in the folder.
@@ -134,7 +140,9 @@ def prepare(folder, settings, target, tokenizer, prompts):
                      f'context of the verifier is {target.config.max_length}.')
   if settings.top > target.config.vocab_size:
     raise ValueError(f'top={settings.top}: the verifier has {target.config.vocab_size} tokens.')
-  ours = dataclasses.asdict(settings) | {'temperatures': list(settings.temperatures)} | _writer(target, tokenizer)
+  if settings.hidden_layers is not None:
+    check_hidden_layers(settings.hidden_layers, target.config)
+  ours = json.loads(json.dumps(dataclasses.asdict(settings))) | _writer(target, tokenizer)
   ours['prompts'] = f'{len(prompts)} ({zlib.crc32(json.dumps(prompts).encode())})'
   path = folder / SETTINGS
   if path.exists():
@@ -163,15 +171,19 @@ def _writer(target, tokenizer):
 
 def _compare(folder, ours, what, advice):
   """Raises ValueError where settings of a corpus are not these."""
+  if other := differences(_read_settings(folder), ours):
+    raise ValueError(f'{folder} holds a corpus {what} ({"; ".join(other)}): {advice}.')
+
+
+def _read_settings(folder) -> dict:
   path = pathlib.Path(folder) / SETTINGS
   try:
-    theirs = json.loads(path.read_text(encoding='utf-8'))
-    if not isinstance(theirs, dict):
-      raise ValueError(f'it holds {theirs!r:.40}')
+    settings = json.loads(path.read_text(encoding='utf-8'))
+    if not isinstance(settings, dict):
+      raise ValueError(f'it holds {settings!r:.40}')
   except (OSError, ValueError) as error:
     raise ValueError(f'{path}: damaged or missing ({error}); choose another folder.') from None
-  if other := differences(theirs, ours):
-    raise ValueError(f'{folder} holds a corpus {what} ({"; ".join(other)}): {advice}.')
+  return settings
 
 
 class _Job:
@@ -194,7 +206,7 @@ class _Job:
         max_length=settings.max_prompt + settings.max_answer,
         vocab_size=len(tokenizer),
         eos_ids=text.end_tokens(target, tokenizer),
-        hidden=settings.hidden)
+        hidden_layers=settings.hidden_layers)
     self._taken, self._digests, self.num_tokens, self._num_shards = set(), set(), num_tokens, 0
     for path in shards(folder):
       shard = _load(path, ('index', 'dropped', 'digest'))
@@ -251,7 +263,7 @@ class _Job:
         'top_ids': join('top_ids', np.int32),
         'top_logprobs': join('top_logprobs', np.float16),
     }
-    if self._settings.hidden:
+    if self._settings.hidden_layers is not None:
       contents['hidden'] = join('hidden', np.float16)
     path = self._folder / f'shard-{number:05}.npz'
     partial = path.with_name(f'.{path.name}.partial')
@@ -279,7 +291,7 @@ class _Job:
       conversation = Conversation(
           index=row.index, prompt_length=len(row.prompt), tokens=tokens[i, : length[i]],
           top_ids=self._top_ids[i, : len(new)].copy(), top_logprobs=self._top_logprobs[i, : len(new)].copy(),
-          hidden=self._hidden(i, length[i]) if self._settings.hidden else None)
+          hidden=None if self._settings.hidden_layers is None else self._hidden(i, length[i]))
       repeats = self._settings.raw and self._digest(conversation) in self._digests
       if repeats or is_degenerate(new):
         self._drop(row)
@@ -329,10 +341,11 @@ class _Job:
       return self._waiting.popleft()
     while True:
       i = next(self._numbers)
-      if i % 2 or i // 2 >= len(self._given):
+      which, asks = divmod(i, self._settings.given_every)
+      if asks or which >= len(self._given):
         return _Row(i, not self._settings.raw, self._opening)
-      if self._settings.raw or self._is_new(self._given[i // 2]):
-        return _Row(i, False, self._given[i // 2])
+      if self._settings.raw or self._is_new(self._given[which]):
+        return _Row(i, False, self._given[which])
       self._dropped.append(i)
 
   def _fill(self):
@@ -417,17 +430,39 @@ def shards(folder) -> list[pathlib.Path]:
   return sorted(pathlib.Path(folder).glob('shard-*.npz'))
 
 
-def read(path) -> list[Conversation]:
-  """The conversations of one shard. Raises ValueError for a damaged file."""
+def read(path, hidden_layers=None) -> list[Conversation]:
+  """The conversations of one shard.
+
+  hidden_layers: of which layers their hidden states are, of those that were kept; None: they have none.
+  Raises ValueError for a damaged file, and where hidden states that are asked for were not kept.
+  """
   shard = _load(path)
+  hidden = None if hidden_layers is None else _of_layers(path, shard, hidden_layers)
   conversations, start, law = [], 0, 0
   for index, prompt, length in zip(shard['index'], shard['prompt_length'], shard['length']):
     here, laws = slice(start, start + length), slice(law, law + length - prompt)
     conversations.append(Conversation(
         int(index), int(prompt), shard['tokens'][here], shard['top_ids'][laws], shard['top_logprobs'][laws],
-        shard['hidden'][here] if 'hidden' in shard else None))
+        None if hidden is None else hidden[here]))
     start, law = here.stop, laws.stop
   return conversations
+
+
+def _of_layers(path, shard, hidden_layers):
+  """The columns of hidden states that belong to some layers, and to the head."""
+  folder = pathlib.Path(path).parent
+  settings = _read_settings(folder)
+  kept = settings.get('hidden_layers') if 'hidden' in shard else None
+  if kept is None or not set(hidden_layers) <= set(kept):
+    there = 'no hidden states' if kept is None else f'those of layers {kept}'
+    raise ValueError(f'{folder} has {there}; of layers {[*hidden_layers]} they are to be read: write it anew with '
+                     'them.')
+  D = settings['embed_dim']
+  hidden = shard['hidden'].reshape(-1, (len(kept) + 1) * D)  # one without conversations knows no width
+  places = [kept.index(i) for i in hidden_layers] + [len(kept)]
+  if len(places) == len(kept) + 1:
+    return hidden
+  return np.concatenate([hidden[:, D * i : D * (i + 1)] for i in places], axis=1)
 
 
 def _load(path, names=None):

@@ -43,14 +43,19 @@ class LanguageModel(Protocol):
   def init_cache(self, batch, length) -> Any:
     """A cache for `length` positions of `batch` rows."""
 
+  # A draft model may also have `score_one(tokens_BT, positions_BT, cache, index_B)`: the same pass, with the logits of
+  # one of the T tokens in each row only, [B, 1, V].
+
 
 class HiddenReader(LanguageModel, Protocol):
   """A draft model that also reads what the verifier made of the text: its hidden states, from its cache.
 
-  The verifier's `init_cache` must take hidden=True.
+  The verifier's `init_cache` must take hidden_layers.
   """
 
-  reads_hidden: bool  # a model without it, or with False, reads none
+  # Of the verifier, rising: what they are given is read beside what its head is. A model without it, or with None,
+  # reads none.
+  hidden_layers: tuple[int, ...] | None
 
   def observe(self, cache, target_cache) -> Any:
     """The draft's cache with the hidden states in the verifier's, valid where that is."""
@@ -80,7 +85,8 @@ class DecodeConfig:
   block_verification: bool = False  # whether prefixes are judged as a whole; for rules with a fixed target
   # Nats: a draft model stops before its first token whose law has a larger entropy; None: never. (A greedy law has 0.)
   stop_entropy: float | None = None
-  hidden: bool = False  # whether the verifier's cache keeps hidden states, as it does for a draft that reads them
+  # What the verifier's cache keeps of its hidden states without a draft that reads them; see `HiddenReader`.
+  hidden_layers: tuple[int, ...] | None = None
 
   def __post_init__(self):
     if self.num_draft < 1:
@@ -215,8 +221,9 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
   B, P = prompt_BP.shape
   S, K = config.capacity, _num_draft(draft, config)
   full = (length >= jnp.minimum(limit, config.max_length))
-  hidden = config.hidden or _reads_hidden(draft)
-  target_cache = _read(target, prompt_BP, target.init_cache(B, S, hidden=True) if hidden else target.init_cache(B, S))
+  hidden_layers = draft.hidden_layers if _reads_hidden(draft) else config.hidden_layers
+  empty = target.init_cache(B, S) if hidden_layers is None else target.init_cache(B, S, hidden_layers=hidden_layers)
+  target_cache = _read(target, prompt_BP, empty)
   draft_cache = None
   if _is_model(draft):
     see = functools.partial(_see, draft, target_cache=target_cache)
@@ -260,7 +267,7 @@ def _see(draft, cache, target_cache):
 
 
 def _reads_hidden(draft):
-  return getattr(draft, 'reads_hidden', False)
+  return getattr(draft, 'hidden_layers', None) is not None
 
 
 def _is_model(draft):
@@ -297,8 +304,8 @@ def propose(draft, sampling, state, keys, config):
   first_B1 = jnp.maximum(state.length[:, None] - back, 0)
   last_BT = first_B1 + jnp.arange(back)[None]
   cache = _see(draft, state.draft_cache, state.target_cache)
-  logits_BTV, cache = draft(jnp.take_along_axis(state.tokens, last_BT, axis=1), last_BT, cache)
-  logits_BTV = jnp.take_along_axis(logits_BTV, (state.length[:, None] - 1 - first_B1)[..., None], axis=1)
+  logits_B1V, cache = _score_one(
+      draft, jnp.take_along_axis(state.tokens, last_BT, axis=1), last_BT, cache, state.length - 1 - first_B1[:, 0])
 
   def draw(logits_B1V, uniform_B):
     probs_BV = to_probs(_masked(logits_B1V, config), sampling)[:, 0]
@@ -325,7 +332,7 @@ def propose(draft, sampling, state, keys, config):
   def next_if_any(carry, slot_uniform):
     return jax.lax.cond(jnp.any(carry[1]), next_slot, padding, carry, slot_uniform)
 
-  first_B, first_BV = draw(logits_BTV, uniforms_BK[:, 0])
+  first_B, first_BV = draw(logits_B1V, uniforms_BK[:, 0])
   going_B = goes_on(first_BV)
   slots = jnp.arange(config.num_draft - 1)
   (_, _, cache), (tokens_KB, probs_KBV, going_KB) = jax.lax.scan(
@@ -335,6 +342,14 @@ def propose(draft, sampling, state, keys, config):
       probs=jnp.concatenate([first_BV[:, None], probs_KBV.swapaxes(0, 1)], axis=1),
       num_drafted=going_B.astype(jnp.int32) + jnp.sum(going_KB, axis=0, dtype=jnp.int32),
   ), cache
+
+
+def _score_one(model, tokens_BT, positions_BT, cache, index_B):
+  """The model's logits after one of the tokens of each row, [B, 1, V], and its cache with all of them."""
+  if hasattr(model, 'score_one'):  # the head is most of what a small draft costs, and XLA would compute it for all
+    return model.score_one(tokens_BT, positions_BT, cache, index_B)
+  logits_BTV, cache = model(tokens_BT, positions_BT, cache)
+  return jnp.take_along_axis(logits_BTV, index_B[:, None, None], axis=1), cache
 
 
 def _masked(logits_BTV, config):

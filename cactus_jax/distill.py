@@ -5,8 +5,9 @@
 The probability that a drafted token is accepted is sum_x min(p(x), q(x)) = 1 - TV(p, q) (Leviathan et al., 2023), so
 the total variation is the loss that acceptance asks for; KL pulls harder at the start (Zhou et al., DistillSpec, 2024).
 Both are between the laws of the sampling settings the draft is for. A student that reads hidden states is trained on
-its own ones too (Li et al., EAGLE-3, 2025; Zhang et al., HASS, 2024): pass n reads those of pass n - 1 at every
-position, which comes close to the n-th drafted token of a round, for which only the last n - 1 are the student's own.
+its own ones too (Li et al., EAGLE-3, 2025; Zhang et al., HASS, 2024): pass n has, of the token before, that of pass
+n - 1, whose keys and values it also sees. For the second drafted token of a round that is what decoding does; for later
+ones it comes close: of theirs the last n - 1 tokens only are read so.
 """
 
 import dataclasses
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cactus_jax.models import transformer
 from cactus_jax.models import weights as weights_lib
 from cactus_jax.models.student import Student
 from cactus_jax.records import differences
@@ -86,7 +86,7 @@ class Batch:
   answered: jax.Array  # f32[B, T]: 1 where the next token is the verifier's
   top_ids: jax.Array  # i32[B, T, N], of the law of the next token
   top_logprobs: jax.Array  # f16[B, T, N]
-  hidden: jax.Array | None  # f16[B, T, D]
+  hidden: jax.Array | None  # f16[B, T, (1+N)*D]
 
 
 @flax.struct.dataclass
@@ -102,16 +102,18 @@ def trainable(student: Student) -> dict:
   """The weights that are trained: all but the verifier's embedding and head, in float32, and as copies."""
   params = student.body.params
   weights = {'layers': params.layers, 'final_norm': params.final_norm}
-  weights |= {} if student.fuse is None else {'fuse': student.fuse}
+  weights |= {name: getattr(student, name) for name in ('fuse', 'copy') if getattr(student, name) is not None}
   return jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
 
 
 def with_weights(student: Student, weights) -> Student:
   """The student with trained weights, in its own dtype."""
   params = student.body.params
-  weights = jax.tree.map(lambda x: x.astype(params.embed.dtype), weights)
+  weights = {name: jax.tree.map(lambda x: x.astype(params.embed.dtype), part) if name != 'copy' else part
+             for name, part in weights.items()}
   params = params.replace(layers=weights['layers'], final_norm=weights['final_norm'])
-  return student.replace(body=student.body.replace(params=params), fuse=weights.get('fuse'))
+  return student.replace(body=student.body.replace(params=params), fuse=weights.get('fuse'),
+                         copy=weights.get('copy'))
 
 
 def target_law(batch, row_of, config):
@@ -157,11 +159,13 @@ def losses(p_BTN, q_BTN):
 def losses_by_pass(student, batch, config, filtered):
   """For each pass the losses, {name: f32[B, T]}."""
   rows_BTN, q_BTN = target_law(batch, student.row_of, config)
-  hidden_BTD = batch.hidden if student.reads_hidden else None
+  positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
+  hidden_BTW, past = batch.hidden if student.reads_hidden else None, None
   for _ in range(config.passes if student.reads_hidden else 1):
-    hidden_BTD = student.read_text(batch.tokens, hidden_BTD)
-    logits_BTR = transformer.logits(student.body.params, student.config, hidden_BTD, student.mesh)
+    own_BTD, past = student.read_text(batch.tokens, hidden_BTW, past)
+    logits_BTR = student.head_logits(own_BTD, batch.tokens, positions_BT)
     yield losses(draft_law(logits_BTR, rows_BTN, batch, config, filtered), q_BTN)
+    hidden_BTW = student.as_read(own_BTD) if student.reads_hidden else None
 
 
 def loss(weights, student, batch, config):
@@ -213,8 +217,8 @@ def _evaluate(weights, student, batch, config):
 def acceptance(weights, student, batches, config) -> list[float]:
   """The mean of sum_x min(p, q) over all answered tokens of some batches, exact, for each pass.
 
-  The first is that of the first drafted token of a round; those of further passes are near that of further ones, and
-  rather below, since there all hidden states are the student's own.
+  The first two are those of the first and second drafted tokens of a round; those of further passes are near that of
+  further tokens, and rather below.
   """
   totals, count = 0.0, 0.0
   for batch in batches:
@@ -333,8 +337,10 @@ def check_texts(student, train, held_out, config):
     if not texts:
       raise ValueError(f'{name} is empty: need at least one conversation.')
   texts = [*train, *held_out]
-  if student.reads_hidden and any(one.hidden is None for one in texts):
-    raise ValueError('the corpus has no hidden states, which this student reads: write it anew with them.')
+  if student.reads_hidden:
+    width = (1 + len(student.hidden_layers)) * student.config.embed_dim
+    if any(one.hidden is None or one.hidden.shape[1] != width for one in texts):
+      raise ValueError('the corpus lacks hidden states which this student reads: write it anew with them.')
   kept = sorted({one.top_ids.shape[1] for one in texts})
   if len(kept) > 1:
     raise ValueError(f'texts have laws of {" and ".join(map(str, kept))} tokens: train on corpora of like settings.')
@@ -358,7 +364,7 @@ class _Checkpoints:
 
     self._ocp, folder = ocp, pathlib.Path(folder).absolute()
     self._about = {'config': dataclasses.asdict(config), 'model': dataclasses.asdict(student.config),
-                   'head_size': len(student.head_ids), 'reads_hidden': student.reads_hidden,
+                   'head_size': len(student.head_ids), 'hidden_layers': student.hidden_layers,
                    'start': weights_lib.digest(student)}
     self._about = json.loads(json.dumps(self._about))
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)

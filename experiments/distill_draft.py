@@ -43,12 +43,19 @@ _FIELD = flags.DEFINE_string('prompt_field', 'prompt', 'Where a line has its pro
 _BATCH = flags.DEFINE_integer('parallel', 64, 'Conversations that are written at once.', 1)
 _TEMPERATURES = flags.DEFINE_list('temperatures', ['0.6', '0.6', '0.6', '1.0'], 'Of the answers, in turn.')
 _MAX_PROMPT = flags.DEFINE_integer('max_prompt', 144, 'Most tokens of a prompt, template included.', 1)
-_KEEP_HIDDEN = flags.DEFINE_boolean('keep_hidden', True, 'Keep hidden states, 2 bytes a number, for --reads_hidden.')
+_GIVEN = flags.DEFINE_integer('given_every', 2, 'Of so many conversations one answers a prompt of --prompts_file, as '
+                              'long as there are some.', 1)
 _START = flags.DEFINE_string('start', None, 'An exported draft of the same verifier to go on from; its shape and its '
                              'head are those of the result.')
 _LAYERS = flags.DEFINE_list('layers', None, 'Which layers of the verifier the draft starts from; by default its last, '
                             'or without --reads_hidden its first two.')
-_READS_HIDDEN = flags.DEFINE_boolean('reads_hidden', True, 'Whether the draft reads the verifier\'s last hidden state.')
+_READS_HIDDEN = flags.DEFINE_boolean('reads_hidden', True, 'Whether the draft reads the verifier\'s hidden '
+                                     'states, which texts are kept with, 2 bytes a number.')
+_HIDDEN_LAYERS = flags.DEFINE_list('hidden_layers', None, 'With --reads_hidden: layers of the verifier whose '
+                                   'input is read beside what its head is given; by default those at a third and two '
+                                   'thirds.')
+_COPY = flags.DEFINE_integer('copy', 4, 'The last tokens that are compared to lift the token that followed them '
+                             'before; 0 lifts none.', 0)
 _WINDOW = flags.DEFINE_integer('window', None, 'Positions that a token of the draft sees; by default all.', 1)
 _HEAD = flags.DEFINE_integer('head_size', 8192, 'Tokens the draft can propose: those the verifier writes most.', 1)
 _LOSS = flags.DEFINE_list('loss', ['forward_kl:0.1', 'tv:1'], f'Losses and weights, of {", ".join(distill.LOSSES)}.')
@@ -70,7 +77,7 @@ for name, help_text in TRAINING.items():
 _EVERY = flags.DEFINE_integer('evaluate_every', 200, 'Steps between evaluations, each of which makes a checkpoint.', 1)
 _HELD_OUT = flags.DEFINE_integer('held_out', 64, 'Conversations that are kept from training, to evaluate on.', 1)
 _TRANSFORMERS = flags.DEFINE_boolean('transformers', False, 'Export for transformers too: a draft with a whole head '
-                                     'that reads no hidden states.')
+                                     'that neither reads hidden states nor copies.')
 
 
 def folders() -> tuple[pathlib.Path, list[pathlib.Path]]:
@@ -88,7 +95,7 @@ def folders() -> tuple[pathlib.Path, list[pathlib.Path]]:
   return output, texts
 
 
-def corpus_settings() -> corpus.Settings:
+def corpus_settings(hidden_layers=None) -> corpus.Settings:
   """What the corpus is made with."""
   try:
     temperatures = tuple(map(float, _TEMPERATURES.value))
@@ -96,7 +103,8 @@ def corpus_settings() -> corpus.Settings:
     raise ValueError(f'--temperatures={",".join(_TEMPERATURES.value)}: need numbers.') from None
   sampling, options = common.sampling(), common.text_options()
   return corpus.Settings(
-      temperatures=temperatures, top_k=sampling.top_k, top_p=sampling.top_p, hidden=_KEEP_HIDDEN.value,
+      temperatures=temperatures, top_k=sampling.top_k, top_p=sampling.top_p,
+      hidden_layers=hidden_layers, given_every=_GIVEN.value,
       max_prompt=_MAX_PROMPT.value, max_answer=options['max_new_tokens'], seed=options['seed'], raw=options['raw'])
 
 
@@ -115,20 +123,31 @@ def training() -> distill.DistillConfig:
       seed=common.text_options()['seed'], **{name: flag.value for name, flag in _TRAINING.items()})
 
 
-def given_layers() -> list[int] | None:
-  """The verifier's layers that the draft starts from, if the command line says which."""
+def layers_of(flag) -> tuple[int, ...] | None:
+  """The verifier's layers that a flag names, if it is there."""
   try:
-    return None if _LAYERS.value is None else [int(layer) for layer in _LAYERS.value]
+    return None if flag.value is None else tuple(int(layer) for layer in flag.value)
   except ValueError:
-    raise ValueError(f'--layers={",".join(_LAYERS.value)}: need numbers of layers.') from None
+    raise ValueError(f'--{flag.name}={",".join(flag.value)}: need numbers of layers.') from None
+
+
+def hidden_layers(target, started) -> tuple[int, ...] | None:
+  """The verifier's layers whose input the draft reads beside what the head is given; None: it reads none."""
+  if started is not None:
+    return started.hidden_layers
+  if not _READS_HIDDEN.value:
+    return None
+  layers, count = layers_of(_HIDDEN_LAYERS), target.config.num_layers
+  return tuple(sorted({count // 3, 2 * count // 3})) if layers is None else layers
 
 
 def new_student(target, head_ids) -> student_lib.Student:
   """The draft of the flags before its first step."""
-  layers = given_layers()
+  layers = layers_of(_LAYERS)
   if layers is None:
     layers = [target.config.num_layers - 1] if _READS_HIDDEN.value else [0, 1]
-  return student_lib.new_student(target, layers, head_ids, reads_hidden=_READS_HIDDEN.value, window=_WINDOW.value)
+  return student_lib.new_student(target, layers, head_ids, window=_WINDOW.value, copy=_COPY.value,
+                                 hidden_layers=hidden_layers(target, None))
 
 
 def head_size(target) -> int:
@@ -139,12 +158,15 @@ def head_size(target) -> int:
 def check_shape():
   """Raises ValueError for flags of a draft's shape that contradict each other."""
   if _START.value is not None:
-    common.refuse(['layers', 'window', 'reads_hidden', 'head_size'], '--start brings the shape of its draft')
-  elif _TRANSFORMERS.value and (_READS_HIDDEN.value or _WINDOW.value):
-    raise ValueError('--transformers: a draft that reads hidden states, or has windows, is no model that transformers '
-                     'knows: add --noreads_hidden, and drop --window.')
-  elif _READS_HIDDEN.value and not _KEEP_HIDDEN.value and set(_STAGES.value) > {'data'}:
-    raise ValueError('--nokeep_hidden: the draft is to read hidden states: keep them, or add --noreads_hidden.')
+    common.refuse(['layers', 'window', 'reads_hidden', 'hidden_layers', 'copy', 'head_size'],
+                  '--start brings the shape of its draft')
+  elif _TRANSFORMERS.value and (_READS_HIDDEN.value or _COPY.value or _WINDOW.value):
+    raise ValueError('--transformers: a draft that reads hidden states, copies, or has windows is no model that '
+                     'transformers knows: add --noreads_hidden --copy=0, and drop --window.')
+  elif not _READS_HIDDEN.value:
+    common.refuse(['hidden_layers'], 'the draft reads none')
+  if _PROMPTS.value is None:
+    common.refuse(['given_every', 'prompt_field'], 'there is no --prompts_file')
 
 
 def check_export(student):
@@ -173,29 +195,32 @@ def read_prompts():
   return [row[_FIELD.value] for row in rows]
 
 
-def write_texts(folder, target, tokenizer, prompts):
-  """The first stage."""
-  start = time.time()
+def write_texts(folder, target, tokenizer, prompts, layers):
+  """The first stage; of the hidden states it keeps those of `hidden_layers`."""
+  start, settings = time.time(), corpus_settings(layers)
   with tqdm(total=_TOKENS.value, unit='token', unit_scale=True, desc='data') as bar:
 
     def show(tokens):
       common.stop_if_interrupted()
       bar.update(min(tokens, _TOKENS.value) - bar.n)
 
-    count = corpus.write(folder, target, tokenizer, prompts, num_tokens=_TOKENS.value, settings=corpus_settings(),
+    count = corpus.write(folder, target, tokenizer, prompts, num_tokens=_TOKENS.value, settings=settings,
                          batch=_BATCH.value, progress=show)
   print(f'data: {count} tokens in {folder} ({time.time() - start:.0f} s)')
 
 
-def split(texts, target, tokenizer) -> tuple[list, list]:
-  """Conversations to train on and to evaluate on: of the latter the first few of every folder."""
+def split(texts, target, tokenizer, layers) -> tuple[list, list]:
+  """Conversations to train on and to evaluate on, of the latter the first few of every folder.
+
+  layers: `hidden_layers`.
+  """
   train, held_out = [], []
   for folder in texts:
     if not corpus.shards(folder):
       raise ValueError(f'{folder} holds no texts: run --stages=data first.')
     corpus.check_verifier(folder, target, tokenizer)
     found = [one for path in tqdm(corpus.shards(folder), unit='shard', desc='reading', leave=False)
-             for one in corpus.read(path)]
+             for one in corpus.read(path, layers)]
     found.sort(key=lambda one: one.index)
     num = -(-_HELD_OUT.value // len(texts))
     if len(found) <= num:
@@ -206,13 +231,13 @@ def split(texts, target, tokenizer) -> tuple[list, list]:
   return train, held_out
 
 
-def untrained(output, target, tokenizer, train=None) -> student_lib.Student:
+def untrained(output, target, started, train=None) -> student_lib.Student:
   """The draft before its first step, with the head of the run, which is chosen by the texts once.
 
   Raises ValueError if it has not been chosen and there are no texts.
   """
-  if _START.value is not None:
-    return student_lib.load(_START.value, target, tokenizer)
+  if started is not None:
+    return started
   path = output / 'train' / 'head_ids.npy'
   if path.exists():
     head_ids = np.load(path)
@@ -239,10 +264,10 @@ def whole(path):
     raise ValueError(f'{path} could not be written ({error}); is the disk full?') from error
 
 
-def train_draft(output, texts, target, tokenizer):
+def train_draft(output, texts, target, tokenizer, started):
   """The second stage."""
-  train, held_out = split(texts, target, tokenizer)
-  student, config, folder = untrained(output, target, tokenizer, train), training(), output / 'train'
+  train, held_out = split(texts, target, tokenizer, hidden_layers(target, started))
+  student, config, folder = untrained(output, target, started, train), training(), output / 'train'
   count = sum(len(one.top_ids) for one in train)
   print(f'training on {count} answered tokens of {len(train)} conversations, evaluating on {len(held_out)}')
   start = time.time()
@@ -265,9 +290,9 @@ def shown(rows):
   return ', '.join(f'{value:.3f}' for value in rows[-1]['held_out'])
 
 
-def export(output, target, tokenizer):
+def export(output, target, tokenizer, started):
   """The third stage."""
-  student, rows = distill.restore(untrained(output, target, tokenizer), training(), output / 'train' / 'checkpoints')
+  student, rows = distill.restore(untrained(output, target, started), training(), output / 'train' / 'checkpoints')
   if not rows:
     raise ValueError(f'{output / "train"} holds no checkpoint: run --stages=train first.')
   about = {'step': rows[-1]['step'], 'held_out_acceptance': rows[-1]['held_out'],
@@ -317,21 +342,21 @@ def main():
   """Goes through the stages of --stages."""
   common.refuse(['draft', 'draft_quantize', 'num_draft', 'rule', *common.RULE_FIELDS, 'static', 'block_verification',
                  'ledger', 'stop', 'stop_entropy', 'min_p', 'kv_dtype'], 'a draft is made, not used')
-  output, texts = folders()
-  corpus_settings(), training(), given_layers(), check_shape()  # what is wrong is told before anything is loaded
+  output, texts = folders()  # what is wrong is told before anything is loaded
+  corpus_settings(), training(), layers_of(_LAYERS), layers_of(_HIDDEN_LAYERS), check_shape()
   if 'train' in _STAGES.value and importlib.util.find_spec('matplotlib') is None:
     raise ValueError('matplotlib is missing, which draws the curve: pip install -e .[plot]')
   prompts = read_prompts()
   tokenizer, target = cj.load_tokenizer(common.verifier_source()), common.verifier()
+  started = None if _START.value is None else student_lib.load(_START.value, target, tokenizer)
   if _STAGES.value != ['data']:  # and before the verifier writes for hours
-    check_export(student_lib.load(_START.value, target, tokenizer) if _START.value is not None else
-                 new_student(target, np.arange(head_size(target))))
+    check_export(started or new_student(target, np.arange(head_size(target))))
   if 'data' in _STAGES.value:
-    write_texts(texts[0], target, tokenizer, prompts)
+    write_texts(texts[0], target, tokenizer, prompts, hidden_layers(target, started))
   if 'train' in _STAGES.value:
-    train_draft(output, texts, target, tokenizer)
+    train_draft(output, texts, target, tokenizer, started)
   if 'export' in _STAGES.value:
-    export(output, target, tokenizer)
+    export(output, target, tokenizer, started)
 
 
 if __name__ == '__main__':

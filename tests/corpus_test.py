@@ -14,7 +14,8 @@ from cactus_jax import corpus
 from tests import fakes, talker
 from tests.talker import TOKENIZER, VOCAB
 
-SETTINGS = corpus.Settings(temperatures=(1.5, 1.5, 1.5, 0.4), top=24, max_prompt=24, max_answer=16)
+SETTINGS = corpus.Settings(temperatures=(1.5, 1.5, 1.5, 0.4), top=24, max_prompt=24, max_answer=16,
+                           hidden_layers=(0, 1))
 PROMPTS = ['the', 'hi', 'the', 'a' * 99, 'what']
 TOKENS = 250
 
@@ -40,8 +41,8 @@ def write(target, monkeypatch, tmp_path):
   return write
 
 
-def conversations(folder):
-  return [one for path in corpus.shards(folder) for one in corpus.read(path)]
+def conversations(folder, layers=SETTINGS.hidden_layers):
+  return [one for path in corpus.shards(folder) for one in corpus.read(path, layers)]
 
 
 def dropped(folder):
@@ -56,7 +57,8 @@ def contents(folder):
 def read_anew(target, tokens_BT):
   """Log-probabilities and hidden states of whole texts in one pass."""
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-  logits_BTV, cache = target(tokens_BT, positions_BT, target.init_cache(*tokens_BT.shape, hidden=True))
+  empty = target.init_cache(*tokens_BT.shape, hidden_layers=SETTINGS.hidden_layers)
+  logits_BTV, cache = target(tokens_BT, positions_BT, empty)
   return jax.nn.log_softmax(logits_BTV[..., :VOCAB]), cache.hidden
 
 
@@ -82,6 +84,27 @@ def test_laws_and_hidden_states_are_the_verifiers(write, target, batch):
   assert {one.index for one in found} & {0, 2, 6} and len(found) > 15
   assert len({len(one.tokens) - one.prompt_length for one in found}) > 5
   check_laws(target, found)
+
+
+@pytest.mark.parametrize('every', [1, 3])
+def test_so_many_answer_prompts_that_are_given(write, every):
+  prompts = [f'p{i}' for i in range(9)]
+  found = conversations(write(prompts=prompts, settings=dataclasses.replace(SETTINGS, given_every=every)))
+  encoded = {tuple(prompt): i for i, prompt in enumerate(cj.encode(prompts, TOKENIZER, raw=False))}
+  given = {one.index: encoded.get(tuple(one.tokens[: one.prompt_length].tolist())) for one in found}
+  assert len(given) > 9 and any(i % every == 0 and i // every < 9 for i in given)
+  for i, prompt in given.items():
+    assert prompt == (i // every if i % every == 0 and i // every < 9 else None)
+
+
+def test_reads_the_hidden_states_of_some_layers(write):
+  [path, *_] = corpus.shards(write())
+  whole = np.load(path)['hidden'][: len(corpus.read(path)[0].tokens)]
+  for layers, columns in (((0, 1), [0, 1, 2]), ((1,), [1, 2]), ((), [2])):
+    expected = np.concatenate([whole[:, 32 * i : 32 * (i + 1)] for i in columns], axis=1)
+    np.testing.assert_array_equal(corpus.read(path, layers)[0].hidden, expected)
+  with pytest.raises(ValueError, match=r'has those of layers \[0, 1\]; of layers \[0, 5\] they are to be read'):
+    corpus.read(path, (0, 5))
 
 
 def test_answers_follow_the_temperatures_in_turn(write):
@@ -240,7 +263,7 @@ def scripted(script):
   return fakes.scripted([script], ScriptConfig(VOCAB), width=64)
 
 
-RAW = dataclasses.replace(SETTINGS, raw=True, hidden=False, temperatures=(1.0,))
+RAW = dataclasses.replace(SETTINGS, raw=True, hidden_layers=None, temperatures=(1.0,))
 
 
 def test_loops_and_repeats_are_dropped(write):
@@ -249,7 +272,7 @@ def test_loops_and_repeats_are_dropped(write):
   model = scripted([0, *range(7, 15), end, *range(7, 15), end] + [3] * 40)
   folder = write(target=model, settings=RAW, prompts=['ab', 'cdefghijklmnopqrstuv', 'cd', 'ab', 'efghijklmno'],
                  num_tokens=8 + 9 + 8 + 7)
-  found = {one.index: one for one in conversations(folder)}
+  found = {one.index: one for one in conversations(folder, None)}
   assert {i: len(one.tokens) - one.prompt_length for i, one in found.items()} == {0: 8, 1: 9, 4: 8, 8: 8}
   assert found[1].tokens.tolist() == [end, *range(7, 15), end] and found[1].hidden is None
   assert {2, 3, 5, 6} <= set(dropped(folder)), 'a loop, and repeats'
@@ -281,7 +304,8 @@ def test_raw_texts_go_on_from_their_first_token(write, target):
 
 
 @pytest.mark.parametrize('changes, message', [
-    ({'top': 0}, 'top=0: need at least 1'), ({'max_answer': 0}, 'max_answer=0'), ({'temperatures': ()}, 'temperatures'),
+    ({'top': 0}, 'top=0: need at least 1'), ({'given_every': 0}, 'given_every=0: need at least 1'),
+    ({'max_answer': 0}, 'max_answer=0'), ({'temperatures': ()}, 'temperatures'),
     ({'top_k': 33}, 'top_k=33: the laws are kept of 32'), ({'temperatures': (0.5, -1.0)}, 'temperature=-1.0'),
     ({'ask_temperature': float('nan')}, 'temperature=nan'), ({'top_p': 0.0}, 'top_p=0.0')])
 def test_settings_that_make_no_corpus(changes, message):
@@ -291,6 +315,7 @@ def test_settings_that_make_no_corpus(changes, message):
 
 @pytest.mark.parametrize('options, message', [
     ({'settings': dataclasses.replace(SETTINGS, max_answer=90)}, 'are 114 tokens, the context of the verifier is 96'),
+    ({'settings': dataclasses.replace(SETTINGS, hidden_layers=(1, 2))}, 'need rising ones of 0..1'),
     ({'settings': dataclasses.replace(SETTINGS, top=999)}, 'top=999: the verifier has 268 tokens'),
     ({'settings': dataclasses.replace(SETTINGS, max_prompt=1)}, 'max_prompt=1: the chat template alone takes 1 tokens'),
     ({'prompts': ['a' * 30, 'b' * 40]}, 'all 2 prompts are longer than max_prompt=24 tokens'),

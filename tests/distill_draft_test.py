@@ -20,7 +20,7 @@ from tests.talker import TOKENIZER
 
 TINY = ('--tokens=300', '--parallel=4', '--temperatures=1.0', '--max_prompt=24', '--max_new_tokens=16', '--steps=4',
         '--evaluate_every=2', '--held_out=4', '--batch_tokens=256', '--passes=2', '--warmup=1', '--head_size=99')
-WHOLE = ('--noreads_hidden', '--head_size=268', '--layers=0')
+WHOLE = ('--noreads_hidden', '--copy=0', '--head_size=268', '--layers=0')
 
 
 pytestmark = pytest.mark.usefixtures('quick_programs')
@@ -78,7 +78,7 @@ def test_a_draft_is_made(done, verifier):
   assert not [path for path in done.rglob('*partial*')]
   target, tokenizer = cj.load_transformer(verifier), cj.load_tokenizer(verifier)
   draft = student_lib.load(done / 'export', target, tokenizer)
-  assert draft.reads_hidden and draft.config.num_layers == 1 and len(draft.head_ids) == 99
+  assert draft.hidden_layers == (0, 1) and draft.config.num_layers == 1 and len(draft.head_ids) == 99
   about = student_lib.read_about(done / 'export')
   assert about['step'] == 4 and about['held_out_acceptance'] == rows[-1]['held_out']
   options = dict(target=target, tokenizer=tokenizer, sampling=cj.SamplingParams(temperature=0), max_new_tokens=12)
@@ -170,6 +170,8 @@ BAD = {  # before anything is loaded
     '--output=': '--output is missing', '--stages=data,eval': '--stages=data,eval: need some of data, train, export.',
     '--stages=': '--stages=: need some of', '--loss=huber:1': "loss=(('huber', 1.0),): need names of forward_kl",
     '--loss=tv:much': '--loss=tv:much: need NAME:WEIGHT', '--layers=two': '--layers=two: need numbers of layers.',
+    '--hidden_layers=two': '--hidden_layers=two: need numbers of layers.',
+    '--given_every=3': '--given_every means nothing here: there is no --prompts_file',
     '--corpus=a,b': '--corpus=a,b: the data stage writes to one folder',
     '--temperatures=hot': '--temperatures=hot: need numbers',
     '--steps=0': 'steps=0: need at least 1', '--learning_rate=-1': 'learning_rate=-1.0: need a number above 0',
@@ -195,20 +197,23 @@ def test_flags_are_looked_at_before_anything_is_loaded(cli, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize('arguments, message', [
+    (['--noreads_hidden', '--hidden_layers=1'], '--hidden_layers means nothing here: the draft reads none'),
+    (['--hidden_layers=2'], 'hidden_layers=(2,): need rising ones of 0..1'),
     (['--layers=0,2'], 'layers=(0, 2): need at least one of 0..1'), (['--quantize=int8'], '8-bit integers'),
-    (['--transformers', '--noreads_hidden'], '--transformers: the head of this draft has 99 of 268 tokens'),
+    (['--transformers', '--noreads_hidden', '--copy=0'], '--transformers: the head of this draft has 99 of 268 tokens'),
     (['--max_prompt=90'], 'max_prompt=90 and max_answer=16 are 106 tokens, the context of the verifier is 96'),
     (['--stages=train'], 'holds no texts: run --stages=data first.'),
     (['--stages=export'], 'holds no training: run --stages=train first.'),
     (['--stages=train', '--corpus=DONE/corpus', '--held_out=999'], 'of which --held_out=999 would leave none'),
     (['--stages=train', '--corpus=OTHER'], 'holds a corpus of another verifier (embed_dim is 64 there and 32 here)'),
-    (['--stages=train', '--corpus=BARE'], 'the corpus has no hidden states, which this student reads'),
+    (['--stages=train', '--corpus=BARE'], 'BARE has no hidden states; of layers [0, 1] they are to be read'),
 ])
 def test_what_is_wrong_is_told_before_the_verifier_writes(cli, done, tmp_path, arguments, message):
   for name in ('OTHER', 'BARE'):
     shutil.copytree(done / 'corpus', tmp_path / name)
   settings = json.loads((done / 'corpus' / 'corpus.json').read_text())
   (tmp_path / 'OTHER' / 'corpus.json').write_text(json.dumps(settings | {'embed_dim': 64}))
+  (tmp_path / 'BARE' / 'corpus.json').write_text(json.dumps(settings | {'hidden_layers': None}))
   for path in (tmp_path / 'BARE').glob('*.npz'):
     shard = dict(np.load(path))
     np.savez(path, **{name: array for name, array in shard.items() if name != 'hidden'})

@@ -41,10 +41,12 @@ def readers(target):
   """{whether it reads hidden states: student}, none of which is good at anything."""
   students = {}
   for reads_hidden in (False, True):
-    student = student_lib.new_student(target, [0], HEAD, reads_hidden=reads_hidden)
+    student = student_lib.new_student(target, [0], HEAD, hidden_layers=(1,) if reads_hidden else None,
+                                      copy=2 if reads_hidden else 0)
     other = talker.talker(seed=5).params.layers[:1]
     params = student.body.params.replace(layers=other)
-    students[reads_hidden] = student.replace(body=student.body.replace(params=params))
+    copy = jnp.array([2.0, 4.0]) if reads_hidden else None
+    students[reads_hidden] = student.replace(body=student.body.replace(params=params), copy=copy)
   return students
 
 
@@ -56,7 +58,7 @@ def student(request, readers):
 @jax.jit
 def read_all(target, tokens_BT):
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-  logits_BTV, cache = target(tokens_BT, positions_BT, target.init_cache(*tokens_BT.shape, hidden=True))
+  logits_BTV, cache = target(tokens_BT, positions_BT, target.init_cache(*tokens_BT.shape, hidden_layers=(1,)))
   top_BTN, ids_BTN = jax.lax.top_k(jax.nn.log_softmax(logits_BTV), TOP)
   return logits_BTV, cache.hidden, top_BTN, ids_BTN
 
@@ -187,24 +189,31 @@ def test_padding_has_no_weight(student, texts):
 
 @jax.jit
 def call_student(student, tokens_BT, hidden_BTD):
-  """By the path of decoding: logits over all tokens f32[B, T, V], and the student's own hidden states."""
+  """By the path of decoding: logits over all tokens f32[B, T, V], and the cache with its own hidden states."""
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
   cache = student.init_cache(*tokens_BT.shape).replace(hidden=hidden_BTD if student.reads_hidden else None)
-  return student(tokens_BT, positions_BT, cache)[0], student.run(tokens_BT, positions_BT, cache)[0]
+  return student(tokens_BT, positions_BT, cache)
+
+
+@jax.jit
+def call_student_once(student, token_B1, position_B1, cache):
+  return student(token_B1, position_B1, cache)[0]
 
 
 def test_acceptance_is_the_sum_over_the_whole_vocabulary(student, texts):
   """For the first drafted token from the verifier's hidden states; for the second from what the draft made of them."""
   found = distill.acceptance(distill.trainable(student), student, distill.batches(texts[0], 64), USUAL)
   assert len(found) == (2 if student.reads_hidden else 1)
-  tokens_BT, hidden_BTD = np.zeros((12, 32), np.int32), np.zeros((12, 32, 32), np.float32)
+  tokens_BT, hidden_BTD = np.zeros((12, 32), np.int32), np.zeros((12, 32, 64), np.float32)
   answered_BT = np.zeros((12, 32), bool)
   for b, one in enumerate(texts[0]):
     tokens_BT[b, : len(one.tokens)], hidden_BTD[b, : len(one.tokens)] = one.tokens, one.hidden
     answered_BT[b, one.prompt_length - 1 : len(one.tokens) - 1] = True
   q_BTV = full_laws(texts[1], USUAL)
-  for value in found:
-    logits_BTV, hidden_BTD = call_student(student, tokens_BT, hidden_BTD)
+  first_BTV, cache = call_student(student, tokens_BT, hidden_BTD)
+  # Each token anew, after a text that was read, with the draft's own hidden state of the token before.
+  seconds = [call_student_once(student, tokens_BT[:, p : p + 1], jnp.full((12, 1), p), cache) for p in range(32)]
+  for value, logits_BTV in zip(found, (first_BTV, np.concatenate(seconds, axis=1))):
     kept_BT = np.minimum(full_laws(logits_BTV, USUAL), q_BTV).sum(-1)
     assert value == pytest.approx(kept_BT[answered_BT].mean(), abs=2e-3)
 
@@ -403,10 +412,10 @@ def test_a_run_that_is_done_stays(readers, texts, tmp_path, uninterrupted):
   assert names == ['4', '6'], 'the last two are kept'
   with pytest.raises(ValueError, match='learning_rate is 0.003 there and 0.1 here'):
     fit(readers[True], texts[0], folder, dataclasses.replace(USUAL, learning_rate=0.1))
-  with pytest.raises(ValueError, match='reads_hidden is True there and False here'):
+  with pytest.raises(ValueError, match='hidden_layers is .1. there and None here'):
     fit(readers[False], texts[0], folder)
   with pytest.raises(ValueError, match='head_size is 133 there and 2 here'):
-    distill.restore(student_lib.new_student(talker.talker(), [0], [5, 9], reads_hidden=True), USUAL, folder)
+    distill.restore(student_lib.new_student(talker.talker(), [0], [5, 9], hidden_layers=(1,)), USUAL, folder)
 
 
 # What stops a run.
@@ -445,10 +454,11 @@ def test_nan_before_any_checkpoint(readers, texts, tmp_path):
 def test_texts_that_cannot_train(readers, texts, tmp_path):
   texts = texts[0]
   bare = [*texts[:3], dataclasses.replace(texts[3], hidden=None)]
+  narrow = [dataclasses.replace(one, hidden=one.hidden[:, :32]) for one in texts]
   short = dataclasses.replace(texts[0], top_ids=texts[0].top_ids[:, :9], top_logprobs=texts[0].top_logprobs[:, :9])
   for train, held_out, config, message in [
-      (bare, texts, USUAL, 'the corpus has no hidden states, which this student reads'),
-      (texts, bare, USUAL, 'the corpus has no hidden states'),
+      (bare, texts, USUAL, 'the corpus lacks hidden states which this student reads'),
+      (texts, bare, USUAL, 'the corpus lacks hidden states'), (narrow, texts, USUAL, 'the corpus lacks hidden states'),
       ([], texts, USUAL, 'train is empty'), (texts, [], USUAL, 'held_out is empty'),
       ([*texts, short], texts, USUAL, 'laws of 9 and 24 tokens'),
       (texts, texts, dataclasses.replace(USUAL, top_k=25), 'top_k=25: the texts have laws of 24 tokens')]:

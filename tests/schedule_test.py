@@ -205,8 +205,8 @@ class Shown:
     rows_B1 = jnp.arange(tokens_BT.shape[0])[:, None]
     return logits_BTV, (tokens_BS, hidden_BS.at[rows_B1, positions_BT].set(tokens_BT + 1, mode='drop'))
 
-  def init_cache(self, batch, length, hidden=False):
-    assert hidden, 'the draft asks for hidden states'
+  def init_cache(self, batch, length, hidden_layers=None):
+    assert hidden_layers == (7,), 'the draft asks for these'
     return self.chain.init_cache(batch, length), jnp.zeros((batch, length), jnp.int32)
 
 
@@ -215,7 +215,7 @@ class Reader:
   """A draft that notes, at each position it reads, the verifier's hidden state before it; its law depends on five."""
 
   logits_VV: jax.Array
-  reads_hidden = True
+  hidden_layers = (7,)
 
   def observe(self, cache, target_cache):
     return cache[0], target_cache[1]

@@ -32,7 +32,7 @@ def pair(tmp_path_factory):
   """A verifier, and the folder of a student of it."""
   target = Transformer(transformer.random_params(jax.random.key(0), CONFIG), dataclasses.replace(CONFIG))
   folder = tmp_path_factory.mktemp('draft') / 'student'
-  student = student_lib.new_student(target, [1], np.arange(0, 267, 2), reads_hidden=True)
+  student = student_lib.new_student(target, [1], np.arange(0, 267, 2), hidden_layers=(0,))
   student_lib.save(folder, student, fakes.byte_tokenizer())
   return target, folder
 

@@ -17,7 +17,9 @@ class KVCache:
 
   k: tuple[jax.Array | Int8, ...]  # per layer [B, G, S, H]; Int8: with a scale for each key head and position
   v: tuple[jax.Array | Int8, ...]
-  hidden: jax.Array | None = None  # [B, S, D] what the head is given at each position, for drafts that read it
+  # [B, S, (1+N)*D], for drafts that read it: at each position what N layers are given, and last what the head is.
+  hidden: jax.Array | None = None
+  hidden_layers: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())  # those N layers, rising
 
 
 def init(config, batch, length, dtype, mesh=None):
@@ -30,16 +32,16 @@ def init(config, batch, length, dtype, mesh=None):
                  v=tuple(empty() for _ in range(config.num_layers)))
 
 
-def init_hidden(config, batch, length, dtype, mesh=None):
-  """Room for the hidden states of `length` positions a row."""
-  return sharding.constrain(jnp.zeros((batch, length, config.embed_dim), dtype), mesh, 'batch', None, None)
+def init_positions(shape, dtype, mesh=None):
+  """Room for something at each position of each row, [B, S, ...]."""
+  return sharding.constrain(jnp.zeros(shape, dtype), mesh, 'batch', *(None,) * (len(shape) - 1))
 
 
-def write_hidden(hidden_BSD, new_BTD, positions_BT, mesh=None):
-  """The hidden states with each row's T new ones at that row's own positions; one beyond is dropped."""
-  rows_B1 = jnp.arange(hidden_BSD.shape[0])[:, None]
-  written = hidden_BSD.at[rows_B1, positions_BT].set(new_BTD.astype(hidden_BSD.dtype), mode='drop')
-  return sharding.constrain(written, mesh, 'batch', None, None)
+def write_positions(old_BS, new_BT, positions_BT, mesh=None):
+  """What was there with each row's T new entries at that row's own positions; one beyond is dropped."""
+  rows_B1 = jnp.arange(old_BS.shape[0])[:, None]
+  written = old_BS.at[rows_B1, positions_BT].set(new_BT.astype(old_BS.dtype), mode='drop')
+  return sharding.constrain(written, mesh, 'batch', *(None,) * (old_BS.ndim - 1))
 
 
 def write(cached, new_BTGH, positions_BT, mesh=None):

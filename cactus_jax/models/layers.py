@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from cactus_jax.models import int8
 from cactus_jax.models.int8 import Int8
 
+FEW = 16  # tokens, up to which a product with a head is bound by reading it
+
 
 def matmul(x_BTD, weight_DF, rows=None):
   """x @ weight, which may be `Int8`. rows: of B*T, how many a device has; None: all."""
@@ -25,9 +27,26 @@ def logits(x_BTD, head_VD, rows=None):
   if isinstance(head_VD, Int8):
     return _int8_product(x_BTD, head_VD)
   product = lambda x_BTD, head_VD: jnp.einsum('BTD,VD->BTV', x_BTD, head_VD, preferred_element_type=jnp.float32)
-  if (x_BTD.shape[0] * x_BTD.shape[1] if rows is None else rows) > 1:
+  count = x_BTD.shape[0] * x_BTD.shape[1]
+  if count > FEW:
     return product(x_BTD, head_VD)
+  if (count if rows is None else rows) > 1:
+    return jax.lax.platform_dependent(x_BTD, head_VD, cpu=_matrix_on_the_left, default=product)
   return jax.lax.platform_dependent(x_BTD, head_VD, tpu=_as_eight(product), default=product)
+
+
+def _matrix_on_the_left(x_BTD, head_VD):
+  """The product of a few tokens with a head, written as that of the head with the tokens.
+
+  XLA's CPU backend lays a matrix on the right out anew; on the left it reads it as it lies, by four tokens at a time:
+  of more than four there are a multiple.
+  """
+  B, T, D = x_BTD.shape
+  rows = B * T
+  x_ND = jnp.pad(x_BTD.reshape(rows, D), ((0, -rows % 4 if rows > 4 else 0), (0, 0)))
+  logits_VN = jax.lax.dot_general(
+      head_VD, x_ND, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+  return logits_VN[:, :rows].T.reshape(B, T, -1)
 
 
 def _int8_product(x_BTD, weight_DF):
@@ -95,7 +114,8 @@ def rope(x_BTGRH, cos, sin):
   return rotated.astype(x_BTGRH.dtype)
 
 
-def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None, cap=None, window=None):
+def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None, cap=None, window=None,
+              alone=False):
   """Causal attention of T new tokens over themselves and a cache of S slots; slot s holds the key of position s.
 
   The cache is as it was before these tokens: of it a row sees the slots before its first new position, whatever finite
@@ -110,6 +130,7 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
     scale: of the scores; None is H^-1/2.
     cap: of the scores (`soft_cap`), or None.
     window: how many positions a query sees, its own included, or None for all.
+    alone: whether each token sees the cache before itself, and of the new ones itself only.
   Returns: [B, T, G*R*H].
   """
   B, T, G, R, H = q_BTGRH.shape
@@ -132,9 +153,10 @@ def attention(q_BTGRH, k_BTGH, v_BTGH, k_BGSH, v_BGSH, positions_BT, scale=None,
 
   by_head = lambda new_BTGH: jax.tree.map(lambda x: x.swapaxes(1, 2), new_BTGH)
   slots_11S = jnp.arange(jax.tree.leaves(k_BGSH)[0].shape[2])[None, None]
-  old_BGQS = scores(k_BGSH, slots_11S, jnp.broadcast_to(slots_11S < positions_BT[:, :1, None], (B, T, slots_11S.size)))
-  new_BGQT = scores(
-      by_head(k_BTGH), positions_BT[:, None], positions_BT[:, None] <= positions_BT[..., None])
+  before_BTS = slots_11S < (positions_BT if alone else positions_BT[:, :1])[..., None]
+  old_BGQS = scores(k_BGSH, slots_11S, jnp.broadcast_to(before_BTS, (B, T, slots_11S.size)))
+  seen_by = jnp.equal if alone else jnp.less_equal
+  new_BGQT = scores(by_head(k_BTGH), positions_BT[:, None], seen_by(positions_BT[:, None], positions_BT[..., None]))
   # A token sees itself, so the peak is finite.
   peak_BGQ1 = jnp.maximum(jnp.max(old_BGQS, axis=-1, keepdims=True), jnp.max(new_BGQT, axis=-1, keepdims=True))
   old_BGQS, new_BGQT = jnp.exp(old_BGQS - peak_BGQ1), jnp.exp(new_BGQT - peak_BGQ1)

@@ -2,12 +2,16 @@
 
 The embedding is the verifier's, and so are the rows of the head, of the R tokens that it writes most; all others have
 no probability in the draft's law, which costs acceptance and never exactness. Where `fuse` is there, the draft also
-reads the verifier's last hidden state (Li et al., EAGLE, 2024): what enters its first layer at position p is a product
-of the token there and of the hidden state at p - 1. Beyond the text that the verifier has read, that is the draft's
-own.
+reads the verifier's hidden states (Li et al., EAGLE, 2024): what enters its first layer at position p is a product of
+the token there and of what some of the verifier's layers (EAGLE-3, 2025) and its head were given at p - 1. Beyond the
+text that the verifier has read, that is what the draft's own head was given, and nothing of the lower ones.
+
+Where `copy` is there, the token that followed an earlier occurrence of the last few is lifted (prompt lookup, Saxena,
+2023, as a part of the law, with weights that are learned).
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import warnings
@@ -19,16 +23,27 @@ import numpy as np
 import safetensors.numpy
 
 from cactus_jax import sharding
+from cactus_jax.models import cache as kv
 from cactus_jax.models import hf, int8, layers, transformer, weights
 from cactus_jax.models.config import from_hf_config, to_hf_config
 from cactus_jax.models.int8 import Int8
 from cactus_jax.models.transformer import Transformer
 
-FORMAT, VERSION = 'cactus_jax student', 1
+FORMAT, VERSION = 'cactus_jax student', 2
 DESCRIPTION, WEIGHTS = 'student.json', 'student.safetensors'
-FUSE = 'model.fuse.weight'  # [D, 2D], as files have matrices
-FIELDS = ('config', 'window', 'head_size', 'reads_hidden', 'tokenizer', 'embedding')  # of the description
+FUSE = 'model.fuse.weight'  # [D, (2+N)*D], as files have matrices
+COPY = 'model.copy.bias'  # [L]
+FIELDS = ('config', 'window', 'head_size', 'hidden_layers', 'tokenizer', 'embedding')  # of the description
 EPS = 1e-6
+
+
+@flax.struct.dataclass
+class StudentCache:
+  """What a student keeps of the text; slots are valid as those of a `KVCache` are."""
+
+  layers: kv.KVCache  # of its own layers
+  hidden: jax.Array | None  # [B, S, (1+N)*D], what it reads of the verifier, and its own beyond
+  tokens: jax.Array | None  # i32[B, S], where it looks for earlier occurrences
 
 
 @flax.struct.dataclass
@@ -38,40 +53,77 @@ class Student:
   body: Transformer  # embed [V, D] is the verifier's, head [R, D] rows of its head
   head_ids: jax.Array  # i32[R], the token of each row of the head, rising
   row_of: jax.Array  # i32[V], the row of each token, R for one that has none
-  fuse: jax.Array | None = None  # [2D, D] for token and hidden state
+  fuse: jax.Array | None = None  # [(2+N)*D, D] for the token, what N layers of the verifier are given, and its head
+  # Nats, f32[L]: what is added to the logit of the token that followed the last tokens when they stood there before,
+  # for 1 to L tokens that are the same; see `latest_match`.
+  copy: jax.Array | None = None
+  # Those N, rising; None where there is no fuse.
+  hidden_layers: tuple[int, ...] | None = flax.struct.field(pytree_node=False, default=None)
 
   def __call__(self, tokens_BT, positions_BT, cache):
     """Logits f32[B, T, V], -inf for tokens without a row, and the cache with these tokens; see `Transformer`."""
     hidden_BTD, cache = self.run(tokens_BT, positions_BT, cache)
-    logits_BTR = transformer.logits(self.body.params, self.body.config, hidden_BTD, self.mesh)
-    B, T, _ = logits_BTR.shape
-    none_BT1 = jnp.full((B, T, 1), -jnp.inf)
-    return jnp.concatenate([logits_BTR, none_BT1], axis=-1)[..., self.row_of], cache
+    return self._logits(hidden_BTD, positions_BT, cache), cache
+
+  def score_one(self, tokens_BT, positions_BT, cache, index_B):
+    """`__call__`, with logits after one of the T tokens only, f32[B, 1, V]: that of index_B, i32[B]."""
+    hidden_BTD, cache = self.run(tokens_BT, positions_BT, cache)
+    position_B1 = jnp.take_along_axis(positions_BT, index_B[:, None], axis=1)
+    return self._logits(transformer.one_of(hidden_BTD, index_B), position_B1, cache), cache
 
   def run(self, tokens_BT, positions_BT, cache):
     """The draft's own hidden states [B, T, D], and the cache with these tokens."""
-    params, config = self.body.params, self.body.config
-    x_BTD = transformer.embed(params, config, tokens_BT, self.mesh)
+    x_BTD = transformer.embed(self.body.params, self.body.config, tokens_BT, self.mesh)
+    if self.copy is not None:
+      cache = cache.replace(tokens=kv.write_positions(cache.tokens, tokens_BT, positions_BT, self.mesh))
     if self.fuse is not None:
       before_BT1 = jnp.maximum(positions_BT - 1, 0)[..., None]
-      before_BTD = jnp.take_along_axis(cache.hidden, before_BT1, axis=1).astype(x_BTD.dtype)
-      x_BTD = fused(self.fuse, x_BTD, jnp.where(positions_BT[..., None] > 0, before_BTD, 0))
-    return transformer.run_layers(params, config, x_BTD, positions_BT, cache, self.mesh)
-
-  def read_text(self, tokens_BT, hidden_BTD=None):
-    """The draft's own hidden states [B, T, D] of whole texts, for training.
-
-    hidden_BTD: for a draft that reads them, the hidden states at the same positions.
-    """
-    params, config = self.body.params, self.body.config
-    B, T = tokens_BT.shape
-    x_BTD = transformer.embed(params, config, tokens_BT, self.mesh)
+      before_BTW = jnp.take_along_axis(cache.hidden, before_BT1, axis=1).astype(x_BTD.dtype)
+      x_BTD = fused(self.fuse, x_BTD, jnp.where(positions_BT[..., None] > 0, before_BTW, 0))
+    own_BTD, own_cache = self._run_layers(x_BTD, positions_BT, cache.layers)
     if self.fuse is not None:
-      before_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
-      x_BTD = fused(self.fuse, x_BTD, before_BTD.astype(x_BTD.dtype))
+      hidden = kv.write_positions(cache.hidden, self.as_read(own_BTD), positions_BT, self.mesh)
+      cache = cache.replace(hidden=hidden)
+    return own_BTD, cache.replace(layers=own_cache)
+
+  def _run_layers(self, x_BTD, positions_BT, cache, alone=False):
+    return transformer.run_layers(self.body.params, self.body.config, x_BTD, positions_BT, cache, self.mesh, alone)
+
+  def _logits(self, hidden_BTD, positions_BT, cache):
+    logits_BTR = self.head_logits(hidden_BTD, cache.tokens, positions_BT)
+    B, T, _ = logits_BTR.shape
+    none_BT1 = jnp.full((B, T, 1), -jnp.inf)
+    return jnp.concatenate([logits_BTR, none_BT1], axis=-1)[..., self.row_of]
+
+  def head_logits(self, hidden_BTD, tokens_BS, positions_BT):
+    """Logits f32[B, T, R] of the rows of its head; tokens_BS, the texts that it may copy from."""
+    logits_BTR = transformer.logits(self.body.params, self.body.config, hidden_BTD, self.mesh)
+    if self.copy is None:
+      return logits_BTR
+    token_BT, matched_BT = latest_match(tokens_BS, positions_BT, len(self.copy))
+    more_BT = jnp.concatenate([jnp.zeros(1), self.copy.astype(jnp.float32)])[matched_BT]
+    is_it_BTR = jnp.arange(logits_BTR.shape[-1])[None, None] == self.row_of[token_BT][..., None]
+    return logits_BTR + jnp.where(is_it_BTR, more_BT[..., None], 0)
+
+  def as_read(self, own_BTD):
+    """Its own hidden states as it reads them, [B, T, (1+N)*D]."""
+    return jnp.pad(own_BTD, ((0, 0), (0, 0), (len(self.hidden_layers) * own_BTD.shape[-1], 0)))
+
+  def read_text(self, tokens_BT, hidden_BTW=None, past=None):
+    """The draft's own hidden states [B, T, D] of whole texts, for training, and the keys and values of its layers.
+
+    Args:
+      hidden_BTW: for a draft that reads them, the hidden states at the same positions, [B, T, (1+N)*D].
+      past: a `KVCache`; if there, each token sees this of the tokens before it, as a drafted token does of the text.
+    """
+    B, T = tokens_BT.shape
+    x_BTD = transformer.embed(self.body.params, self.body.config, tokens_BT, self.mesh)
+    if self.fuse is not None:
+      before_BTW = jnp.pad(hidden_BTW[:, :-1], ((0, 0), (1, 0), (0, 0)))
+      x_BTD = fused(self.fuse, x_BTD, before_BTW.astype(x_BTD.dtype))
     positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    cache = self.body.replace(kv_dtype=None).init_cache(B, 1)  # integers would have no gradient
-    return transformer.run_layers(params, config, x_BTD, positions_BT, cache, self.mesh)[0]
+    empty = self.body.replace(kv_dtype=None).init_cache(B, T)  # integers would have no gradient
+    return self._run_layers(x_BTD, positions_BT, empty if past is None else past, alone=past is not None)
 
   @property
   def config(self):
@@ -95,17 +147,42 @@ class Student:
 
   def init_cache(self, batch, length):
     """An empty cache."""
-    return self.body.init_cache(batch, length, hidden=self.reads_hidden)
+    dtype, room = self.body.params.embed.dtype, functools.partial(kv.init_positions, mesh=self.mesh)
+    width = None if self.fuse is None else self.fuse.shape[0] - self.config.embed_dim
+    return StudentCache(
+        layers=self.body.init_cache(batch, length),
+        hidden=None if width is None else room((batch, length, width), dtype),
+        tokens=None if self.copy is None else room((batch, length), jnp.int32))
 
   def observe(self, cache, target_cache):
     """The cache with the verifier's hidden states."""
     return cache.replace(hidden=target_cache.hidden)
 
 
-def fused(fuse, embedded_BTD, before_BTD):
-  """What enters the first layer: a product of token and hidden state, each at unit scale."""
-  both = jnp.concatenate([_unit(embedded_BTD), _unit(before_BTD)], axis=-1)
-  return layers.matmul(both, fuse)
+def fused(fuse, embedded_BTD, before_BTW):
+  """What enters the first layer: a product of token and hidden states, each at unit scale."""
+  D = embedded_BTD.shape[-1]
+  states = [before_BTW[..., i : i + D] for i in range(0, before_BTW.shape[-1], D)]
+  return layers.matmul(jnp.concatenate([_unit(x) for x in (embedded_BTD, *states)], axis=-1), fuse)
+
+
+def latest_match(tokens_BS, positions_BT, most):
+  """What followed when the last tokens of a text stood there before, of the longest match the latest.
+
+  Args: tokens_BS i32[B, S]; positions_BT i32[B, T], where texts end; most, tokens that are compared.
+  Returns: that token, i32[B, T], and how many tokens before it are the same, i32[B, T] in 0..most.
+  """
+  S = tokens_BS.shape[1]
+  slots_11S = jnp.arange(S)[None, None]
+  matching_BTS = slots_11S < positions_BT[..., None]
+  matched_BTS = jnp.zeros(matching_BTS.shape, jnp.int32)
+  for back in range(most):  # whether the `back + 1` tokens that end at each slot are those that end the text
+    last_BT = jnp.take_along_axis(tokens_BS, jnp.maximum(positions_BT - back, 0), axis=1)
+    matching_BTS &= (slots_11S >= back) & (jnp.roll(tokens_BS, back, axis=1)[:, None] == last_BT[..., None])
+    matched_BTS += matching_BTS
+  end_BT = jnp.argmax(matched_BTS * S + jnp.where(matched_BTS > 0, slots_11S, 0), axis=-1)
+  at_end = lambda x_BTS: jnp.take_along_axis(x_BTS, end_BT[..., None], axis=-1)[..., 0]
+  return jnp.take_along_axis(tokens_BS, jnp.minimum(end_BT + 1, S - 1), axis=1), at_end(matched_BTS)
 
 
 def _unit(x_BTD):
@@ -118,17 +195,27 @@ def student_config(config, num_layers, window=None):
   return dataclasses.replace(config, num_layers=num_layers, windows=windows, tie_embeddings=False)
 
 
-def make_student(target, layer_params, final_norm, head_ids, *, fuse=None, window=None) -> Student:
+def make_student(target, layer_params, final_norm, head_ids, *, fuse=None, copy=None, hidden_layers=None,
+                 window=None) -> Student:
   """A student around given layers, in the verifier's dtype and on its mesh (where layers and fuse must be already).
 
-  Args: target, the verifier, a Transformer; layer_params, a tuple of `Layer`; head_ids, the tokens it scores, rising.
+  Args: target, the verifier, a Transformer; layer_params, a tuple of `Layer`; head_ids, the tokens it scores, rising;
+    fuse, copy and hidden_layers, as `Student` has them.
+  Raises: ValueError for a fuse that does not read these layers of this verifier.
   """
   config = student_config(target.config, len(layer_params), window)
+  if hidden_layers is not None:
+    transformer.check_hidden_layers(hidden_layers, target.config)
+    hidden_layers = tuple(hidden_layers)
+  D = config.embed_dim
+  reads = None if hidden_layers is None else ((2 + len(hidden_layers)) * D, D)
+  if reads != (None if fuse is None else fuse.shape):
+    raise ValueError(f'hidden_layers={hidden_layers} need a fuse of shape {reads}.')
   params = transformer.Params(embed=target.params.embed, layers=tuple(layer_params), final_norm=final_norm,
                               head=head_rows(target, head_ids))
   head_ids = np.asarray(head_ids, np.int32)
   return Student(Transformer(params, config, target.mesh, target.kv_dtype), jnp.asarray(head_ids),
-                 jnp.asarray(row_of(head_ids, config.vocab_size)), fuse)
+                 jnp.asarray(row_of(head_ids, config.vocab_size)), fuse, copy, hidden_layers)
 
 
 def row_of(head_ids, vocab_size):
@@ -148,11 +235,15 @@ def head_rows(target, head_ids):
   return params.head[jnp.asarray(head_ids)]
 
 
-def new_student(target, layer_ids, head_ids, *, reads_hidden=False, window=None) -> Student:
+def new_student(target, layer_ids, head_ids, *, hidden_layers=None, copy=0, window=None) -> Student:
   """A student to be trained: some of the verifier's layers between its embedding and head.
 
-  The one weight that the verifier has no start for, `fuse`, begins as the hidden state, and a little of all else.
-  Args: layer_ids, which of the verifier's layers.
+  Of the weights that the verifier has no start for, `fuse` begins as what its head was given, and a little of all else.
+  Args:
+    layer_ids: which of the verifier's layers.
+    hidden_layers: for a draft that reads hidden states, those whose input it reads beside what the head is given; None:
+      it reads none.
+    copy: how many tokens are compared to find what to copy; 0: it copies nothing.
   Raises: ValueError for layers that the verifier does not have, and for a verifier in 8 bits.
   """
   if target.quantize:
@@ -161,12 +252,14 @@ def new_student(target, layer_ids, head_ids, *, reads_hidden=False, window=None)
   count = target.config.num_layers
   if not layer_ids or not all(0 <= i < count for i in layer_ids):
     raise ValueError(f'layers={tuple(layer_ids)}: need at least one of 0..{count - 1}.')
-  if reads_hidden:
+  fuse = None
+  if hidden_layers is not None:
     D = target.config.embed_dim
-    noise = 0.02 * jax.random.normal(jax.random.key(0), (2 * D, D))
-    fuse = (noise.at[D:].add(jnp.eye(D))).astype(target.params.embed.dtype)
+    noise = 0.02 * jax.random.normal(jax.random.key(0), ((2 + len(hidden_layers)) * D, D))
+    fuse = (noise.at[-D:].add(jnp.eye(D))).astype(target.params.embed.dtype)
   return make_student(target, [target.params.layers[i] for i in layer_ids], target.params.final_norm, head_ids,
-                      fuse=fuse if reads_hidden else None, window=window)
+                      fuse=fuse, copy=jnp.arange(copy, dtype=jnp.float32) if copy else None,
+                      hidden_layers=hidden_layers, window=window)
 
 
 def save(folder, student, tokenizer, about=None):
@@ -186,6 +279,8 @@ def save(folder, student, tokenizer, about=None):
     tensors |= weights.to_stored(dataclasses.replace(config, kv_copies=1), names, path, array)
   if student.fuse is not None:
     tensors[FUSE] = np.asarray(sharding.fetch(student.fuse)).T
+  if student.copy is not None:
+    tensors[COPY] = np.asarray(sharding.fetch(student.copy))
   half = lambda x: np.ascontiguousarray(x if x.dtype == np.int32 else x.astype(np.float16))
   whole = dataclasses.replace(config, windows=(), kv_copies=1, tie_embeddings=True)
   described = {
@@ -193,7 +288,7 @@ def save(folder, student, tokenizer, about=None):
       'config': to_hf_config(whole, 'float16'),
       'window': config.windows[0] if config.windows else None,
       'head_size': len(student.head_ids),
-      'reads_hidden': student.reads_hidden,
+      'hidden_layers': student.hidden_layers,
       'tokenizer': hf.digest(tokenizer),
       'embedding': _sample(params.embed),
       'about': about or {},
@@ -240,10 +335,14 @@ def load(folder, target, tokenizer, *, quantize=None) -> Student:
     tensors = safetensors.numpy.load_file(folder / WEIGHTS)
   except (OSError, safetensors.SafetensorError) as error:
     raise ValueError(f'{folder / WEIGHTS}: damaged or missing ({error}); copy it again.') from None
-  head_ids, fuse = tensors.pop('head_ids', None), tensors.pop(FUSE, None)
+  hidden_layers = described['hidden_layers']
+  head_ids, fuse, copy = (tensors.pop(name, None) for name in ('head_ids', FUSE, COPY))
   if (head_ids is None or len(head_ids) != described['head_size'] or np.any(np.diff(head_ids) <= 0) or head_ids[0] < 0
-      or head_ids[-1] >= config.vocab_size or (fuse is not None) != described['reads_hidden']):
+      or head_ids[-1] >= config.vocab_size or (fuse is not None) != (hidden_layers is not None)
+      or fuse is not None and fuse.shape[1] != (2 + len(hidden_layers)) * config.embed_dim):
     raise ValueError(f'{folder}: {DESCRIPTION} does not belong to these weights; copy both again.')
+  if hidden_layers is not None:
+    transformer.check_hidden_layers(hidden_layers, target.config)
   names, mesh = hf.names_of(config), target.mesh
   head = np.asarray(sharding.fetch(head_rows(target, head_ids)))
   tensors[names['embed']] = head
@@ -261,16 +360,19 @@ def load(folder, target, tokenizer, *, quantize=None) -> Student:
       np.asarray(x), sharding.sharding_of(mesh, (None,) * x.ndim, x.shape))
   return Student(Transformer(params, config, mesh, target.kv_dtype), place(head_ids.astype(np.int32)),
                  place(row_of(head_ids, config.vocab_size)),
-                 None if fuse is None else place(fuse.T.astype(target.params.embed.dtype)))
+                 None if fuse is None else place(fuse.T.astype(target.params.embed.dtype)),
+                 None if copy is None else place(copy.astype(np.float32)),
+                 None if fuse is None else tuple(hidden_layers))
 
 
 def as_transformer(student) -> Transformer:
   """The same draft as a model of its own, with a copy of embedding and head, which other programs can load.
 
-  Raises ValueError for one that reads hidden states, or whose head lacks tokens.
+  Raises ValueError for one that reads hidden states or copies, or whose head lacks tokens.
   """
-  if student.reads_hidden:
-    raise ValueError('a draft that reads hidden states is no model of its own; train one that reads none.')
+  if student.reads_hidden or student.copy is not None:
+    raise ValueError('a draft that reads hidden states, or copies, is no model of its own; train one that does '
+                     'neither.')
   if len(student.head_ids) != student.config.vocab_size:
     raise ValueError(f'the head of this draft has {len(student.head_ids)} of {student.config.vocab_size} tokens, which '
                      'other programs do not know; train one with all.')
@@ -281,7 +383,7 @@ def _described(folder):
   path = folder / DESCRIPTION
   try:
     described = json.loads(path.read_text(encoding='utf-8'))
-    if described['format'] != FORMAT or described['version'] > VERSION:
+    if described['format'] != FORMAT or described['version'] != VERSION:
       raise ValueError(f'its format is {described["format"]} {described["version"]}, known here is {FORMAT} {VERSION}')
     if missing := [name for name in FIELDS if name not in described]:
       raise ValueError(f'it lacks {", ".join(missing)}')

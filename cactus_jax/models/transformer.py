@@ -137,16 +137,33 @@ class Transformer:
     with jax.named_scope('forward'):
       return forward(self.params, self.config, tokens_BT, positions_BT, cache, self.mesh)
 
+  def score_one(self, tokens_BT, positions_BT, cache, index_B):
+    """`__call__`, with logits after one of the T tokens only, f32[B, 1, V]: that of index_B, i32[B]."""
+    with jax.named_scope('forward'):
+      x_BTD = embed(self.params, self.config, tokens_BT, self.mesh)
+      x_BTD, cache = run_layers(self.params, self.config, x_BTD, positions_BT, cache, self.mesh)
+      return logits(self.params, self.config, one_of(x_BTD, index_B), self.mesh), cache
+
   @property
   def quantize(self):
     """'int8' if its matrices are 8-bit integers, else None."""
     return 'int8' if isinstance(self.params.head, Int8) else None
 
-  def init_cache(self, batch, length, hidden=False):
-    """An empty cache; hidden: one that keeps the last hidden state of each position too."""
+  def init_cache(self, batch, length, hidden_layers=None):
+    """An empty cache.
+
+    hidden_layers: rising; if not None, the cache also keeps at each position what each of these layers is given, past
+      its norm, and last what the head is given.
+    Raises: ValueError for layers that are not there.
+    """
     dtype = self.params.embed.dtype
     cache = kv.init(self.config, batch, length, jnp.dtype(self.kv_dtype or dtype), self.mesh)
-    return cache.replace(hidden=kv.init_hidden(self.config, batch, length, dtype, self.mesh)) if hidden else cache
+    if hidden_layers is None:
+      return cache
+    hidden_layers = tuple(hidden_layers)
+    check_hidden_layers(hidden_layers, self.config)
+    shape = (batch, length, (1 + len(hidden_layers)) * self.config.embed_dim)
+    return cache.replace(hidden=kv.init_positions(shape, dtype, self.mesh), hidden_layers=hidden_layers)
 
   def early_exit(self, num_layers):
     """The draft made of this model's first `num_layers` layers with its own norm and head; weights are shared.
@@ -172,14 +189,23 @@ def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
   return logits(params, config, x_BTD, mesh), cache
 
 
+def check_hidden_layers(hidden_layers, config):
+  """Raises ValueError for layers that a model does not have, and for some that do not rise."""
+  if list(hidden_layers) != sorted({i for i in hidden_layers if 0 <= i < config.num_layers}):
+    raise ValueError(f'hidden_layers={tuple(hidden_layers)}: need rising ones of 0..{config.num_layers - 1}.')
+
+
 def embed(params, config, tokens_BT, mesh=None):
   """What enters the first layer, [B, T, D]."""
   x_BTD = sharding.constrain(params.embed[tokens_BT], mesh, 'batch', None, None)
   return x_BTD if config.embed_scale is None else x_BTD * jnp.asarray(config.embed_scale, x_BTD.dtype)
 
 
-def run_layers(params, config, x_BTD, positions_BT, cache, mesh=None):
-  """What leaves the last layer and the final norm, the hidden state [B, T, D], and the cache with these tokens."""
+def run_layers(params, config, x_BTD, positions_BT, cache, mesh=None, alone=False):
+  """What leaves the last layer and the final norm, the hidden state [B, T, D], and the cache with these tokens.
+
+  alone: whether each token is read as if it were the only new one, after what the cache has before it.
+  """
   B, T = positions_BT.shape
   R = config.num_heads // config.cache_heads
   rows = sharding.batch_per_device(mesh, B) * T
@@ -193,10 +219,13 @@ def run_layers(params, config, x_BTD, positions_BT, cache, mesh=None):
   norm = functools.partial(layers.rms_norm, eps=config.norm_eps, offset=config.norm_offset)
   windows = config.windows or (None,) * config.num_layers
   whole = lambda x_BTD: sharding.constrain(x_BTD, mesh, 'batch', None, None)
-  new_k, new_v = [], []
-  for layer, window, k_BGSH, v_BGSH in zip(params.layers, windows, cache.k, cache.v, strict=True):
+  new_k, new_v, given = [], [], []
+  for i, (layer, window, k_BGSH, v_BGSH) in enumerate(zip(params.layers, windows, cache.k, cache.v, strict=True)):
+    h_BTD = norm(x_BTD, layer.attn_norm)
+    if i in cache.hidden_layers:
+      given.append(h_BTD)
     # The barrier keeps XLA's TPU backend from laying the matrix out anew, in each step, to suit the reshape below.
-    qkv = jax.lax.optimization_barrier(matmul(norm(x_BTD, layer.attn_norm), layer.qkv))
+    qkv = jax.lax.optimization_barrier(matmul(h_BTD, layer.qkv))
     if config.qkv_bias:
       qkv += layer.qkv_bias[None, None]
     qkv = qkv.reshape(B, T, config.cache_heads, R + 2, config.head_dim)
@@ -207,16 +236,19 @@ def run_layers(params, config, x_BTD, positions_BT, cache, mesh=None):
     k_BTGH, v_BTGH = kv.as_cached(k_BGSH, qk[:, :, :, R]), kv.as_cached(v_BGSH, qkv[:, :, :, R + 1])
     new_k.append(kv.write(k_BGSH, k_BTGH, positions_BT, mesh))
     new_v.append(kv.write(v_BGSH, v_BTGH, positions_BT, mesh))
-    h_BTD = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, _either(k_BGSH, new_k[-1]), _either(v_BGSH, new_v[-1]),
-                             positions_BT, config.query_scale, config.attn_softcap, window)
+    past = (k_BGSH, v_BGSH) if alone else (_either(k_BGSH, new_k[-1]), _either(v_BGSH, new_v[-1]))
+    h_BTD = layers.attention(qk[:, :, :, :R], k_BTGH, v_BTGH, *past, positions_BT, config.query_scale,
+                             config.attn_softcap, window, alone)
     h_BTD = matmul(h_BTD, layer.o)
     x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_attn_norm) if config.post_norms else h_BTD))
     h_BTD = norm(x_BTD, layer.mlp_norm)
     h_BTD = layers.gated_mlp(h_BTD, layer.gate, layer.up, layer.down, config.activation, rows)
     x_BTD = whole(x_BTD + (norm(h_BTD, layer.post_mlp_norm) if config.post_norms else h_BTD))
   x_BTD = norm(x_BTD, params.final_norm)
-  hidden = None if cache.hidden is None else kv.write_hidden(cache.hidden, x_BTD, positions_BT, mesh)
-  return x_BTD, kv.KVCache(k=tuple(new_k), v=tuple(new_v), hidden=hidden)
+  hidden = cache.hidden
+  if hidden is not None:
+    hidden = kv.write_positions(hidden, jnp.concatenate([*given, x_BTD], axis=-1), positions_BT, mesh)
+  return x_BTD, cache.replace(k=tuple(new_k), v=tuple(new_v), hidden=hidden)
 
 
 def _either(old, new):
@@ -226,6 +258,11 @@ def _either(old, new):
   one to VMEM and back.
   """
   return jax.lax.platform_dependent(old, new, cpu=lambda old, new: new, default=lambda old, new: old)
+
+
+def one_of(hidden_BTD, index_B):
+  """The hidden state of one token in each row, [B, 1, D]."""
+  return jnp.take_along_axis(hidden_BTD, index_B[:, None, None], axis=1)
 
 
 def logits(params, config, hidden_BTD, mesh=None):
