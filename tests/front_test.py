@@ -264,6 +264,7 @@ def cli(tiny, run_program, monkeypatch, tmp_path):
   monkeypatch.setattr(front, 'PROMPTS', PROMPTS)
   monkeypatch.setattr(front, 'TARGETS', (0.01, 0.1))
   monkeypatch.setattr(cj, 'default_model_path', lambda: pathlib.Path('/models/tiny.gguf'))
+  monkeypatch.setattr(cj, 'default_draft_path', lambda: None)
   monkeypatch.setattr(cj, 'load_transformer', lambda source, **_: tiny)
   monkeypatch.setattr(cj, 'load_tokenizer', lambda source: fakes.byte_tokenizer())
 

@@ -52,6 +52,7 @@ def loaded(monkeypatch):
     return model
 
   monkeypatch.setattr(cj, 'default_model_path', lambda: pathlib.Path('/models/fake.gguf'))
+  monkeypatch.setattr(cj, 'default_draft_path', lambda: None)  # it is the draft of another model
   monkeypatch.setattr(cj, 'load_transformer', load)
   monkeypatch.setattr(
     cj, 'load_tokenizer', lambda source: fakes.byte_tokenizer(['<|x|>'] if 'other' in source else [])
@@ -695,7 +696,7 @@ def test_the_program_runs(default_model_path, tmp_path):
   assert done.returncode == 0, done.stderr
   first, answer, *_ = done.stdout.splitlines()
   assert (
-    first == f'verifier {default_model_path.name}; draft lookup, 4 tokens a round; rule Cactus(delta=1.0)'
+    first == f'verifier {default_model_path.name}; draft distilled, 4 tokens a round; rule Cactus(delta=1.0)'
   )
   assert answer.strip() and 'Traceback' not in done.stderr
   assert 'new tokens                  12' in done.stdout

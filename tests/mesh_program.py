@@ -71,6 +71,21 @@ def weights_as_stored(params, config):
   return {name: np.asarray(array) for name, array in stored.items()}
 
 
+def distilled(target):
+  """A draft that reads hidden states and copies."""
+  import jax
+  import numpy as np
+
+  from cactus_jax import sharding
+  from cactus_jax.models import student
+
+  made = student.new_student(target, [1], np.arange(0, 267, 2), hidden_layers=(0,), copy=2)
+  everywhere = lambda x: x if target.mesh is None else sharding.place(
+      x, sharding.sharding_of(target.mesh, (None,) * x.ndim, x.shape))
+  return made.replace(**{name: everywhere(getattr(made, name)) for name in ('head_ids', 'row_of', 'fuse')},
+                      copy=everywhere(jax.numpy.array([2.0, 4.0])))
+
+
 def decode_all(mesh, half=None):
   """{case: what came out} for every pair of draft and rule, or every other."""
   import jax
@@ -86,7 +101,8 @@ def decode_all(mesh, half=None):
   prompts[2, :5] = [7, 8, 7, 8, 7]  # something for prompt lookup to find
   sampling = cj.SamplingParams(
       temperature=np.array([1, 0.7, 0, 1, 1, 0.7, 1, 1]), top_k=np.array([0, 20, 0, 5, 0, 20, 0, 0]))
-  drafts = {'model': draft, 'early exit': target.early_exit(1), 'lookup': cj.PromptLookup(), 'none': None}
+  drafts = {'model': draft, 'distilled': distilled(target), 'early exit': target.early_exit(1),
+            'lookup': cj.PromptLookup(), 'none': None}
   found = {}
   for i, (draft_name, drafter) in enumerate(drafts.items()):
     for j, rule in enumerate((cj.Exact(), cj.Cactus(0.5))):

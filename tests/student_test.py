@@ -123,7 +123,8 @@ def test_draft_laws_are_those_of_the_whole_text(student, target, num_draft, rule
   """After rejections and after rounds that kept everything, from a prompt of one token, of few, and of more."""
   config = decode.DecodeConfig(num_draft=num_draft, max_length=40, vocab_size=268)
   sampling = cj.SamplingParams(temperature=1.5)
-  state = fakes.start(target, student, prompts=[[5], [7, 9, 11, 7, 9], [*range(21, 27), *range(21, 26)]], max_new=24, config=config)
+  prompts = [[5], [7, 9, 11, 7, 9], [*range(21, 27), *range(21, 26)]]
+  state = fakes.start(target, student, prompts=prompts, max_new=24, config=config)
   kept = set()
   for _ in range(6):
     before = fakes.texts(jax.tree.map(np.asarray, state.replace(keys=None)))

@@ -92,6 +92,7 @@ def test_there_is_a_small_model_of_every_family(family):
 def cli(tiny, run_program, monkeypatch):
   """cli(*arguments): exit code, standard output and standard error of a run on the tiny model."""
   monkeypatch.setattr(cj, 'default_model_path', lambda: pathlib.Path('/models/tiny.gguf'))
+  monkeypatch.setattr(cj, 'default_draft_path', lambda: None)
   monkeypatch.setattr(cj, 'load_transformer', lambda source, **_: tiny)
   monkeypatch.setattr(cj, 'load_tokenizer', lambda source: fakes.byte_tokenizer())
   monkeypatch.setattr(variants, 'FAMILIES', ['qwen2'])
