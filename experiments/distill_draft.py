@@ -219,8 +219,8 @@ def split(texts, target, tokenizer, layers) -> tuple[list, list]:
     if not corpus.shards(folder):
       raise ValueError(f'{folder} holds no texts: run --stages=data first.')
     corpus.check_verifier(folder, target, tokenizer)
-    found = [one for path in tqdm(corpus.shards(folder), unit='shard', desc='reading', leave=False)
-             for one in corpus.read(path, layers)]
+    with tqdm(corpus.shards(folder), unit='shard', desc='reading', leave=False) as paths:
+      found = [one for path in paths for one in corpus.read(path, layers)]
     found.sort(key=lambda one: one.index)
     num = -(-_HELD_OUT.value // len(texts))
     if len(found) <= num:
