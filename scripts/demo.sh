@@ -28,6 +28,11 @@ case " $*" in
   *) set -- --rule=cactus --delta=1 "$@" ;;
 esac
 
+case "$prompt $*" in
+  *' --draft'* | *' -draft'*) ;;
+  'Summarise this text'*) set -- --draft=lookup "$@" ;; # an answer that repeats its prompt is copied from it
+esac
+
 say "Prompt: $prompt"
 [ -n "$(ls -A "$JAX_COMPILATION_CACHE_DIR" 2> /dev/null)" ] || say 'The first run compiles, for up to a minute.'
 exec "$VENV/bin/python" "$ROOT/experiments/generate.py" --prompt="$prompt" "$@"
