@@ -44,6 +44,23 @@ GIVE_UP = 1000  # texts in a row of which none could be kept
 DISTINCT = 0.5  # an answer with a smaller share of distinct runs of four tokens is a loop, and is dropped
 MARK = 'MARKmarkMARK'  # stands for the user's turn in a chat template
 
+# How people begin, for `Settings.openings`: what a verifier asks itself is otherwise much of a kind. (None ends in a
+# space, which the next word's token brings.)
+OPENINGS = (
+    'Summarize the following article:', 'Summarize:', 'Write a one-sentence summary of this text:\n',
+    'Read the passage and answer the question.\n\nPassage:', 'Context:', 'Use the documents below to answer.\n\n',
+    'Question:', 'Who', 'When', 'Where', 'Which', 'How many', 'What is the name of',
+    'Translate from German to English:', 'Translate this into English:', 'Translate into French:',
+    'Rewrite the following paragraph:', 'Correct the grammar of this text:', 'Make this more formal:\n',
+    'Extract all names and dates from this text:', 'Put the following data into a table:\n', 'List',
+    'Classify the sentiment of this review:', 'Write a Python function that', 'Write a program in C++ that',
+    'Explain what this code does:\n', 'Write HTML and JavaScript for', 'Solve for x:', 'What is the sum of',
+    'A train', 'If', 'Suppose', 'Pretend to be', 'You are a', 'Imagine you are', 'Act as',
+    'Write a blog post about', 'Write an email to', 'Write a short story', 'Write a poem', 'Describe', 'Compare',
+    'Explain', 'Why', 'How does', 'What are the differences between', 'Give me advice on', 'Is it true that',
+    'Discuss the history of', 'In economics,', 'In physics,', 'What happens when', 'Can you help me',
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -56,6 +73,7 @@ class Settings:
   top: int = 32  # likeliest tokens whose log-probabilities are kept
   # Of the verifier, rising: what they are given is kept beside what the head is; None keeps no hidden states.
   hidden_layers: tuple[int, ...] | None = ()
+  openings: tuple[str, ...] = ()  # of user's turns: every other turn that the verifier writes goes on from one of them
   given_every: int = 2  # of so many conversations one answers a prompt that is given, as long as there are some
   max_prompt: int = 144  # tokens, template included
   max_answer: int = 240  # tokens
@@ -70,6 +88,9 @@ class Settings:
       raise ValueError('temperatures is empty: need at least one.')
     if not self.top_k <= self.top:
       raise ValueError(f'top_k={self.top_k}: the laws are kept of {self.top} tokens, so it can be at most that.')
+    object.__setattr__(self, 'openings', tuple(self.openings))
+    if self.openings and self.raw:
+      raise ValueError('openings: they begin a user\'s turn, which there is none of in raw texts.')
     if self.hidden_layers is not None:
       object.__setattr__(self, 'hidden_layers', tuple(self.hidden_layers))  # a list could be no part of a program's key
     for temperature in (*self.temperatures, self.ask_temperature):
@@ -195,6 +216,11 @@ class _Job:
     if len(self._opening) >= settings.max_prompt and not settings.raw:
       raise ValueError(f'max_prompt={settings.max_prompt}: the chat template alone takes {len(self._opening)} tokens '
                        'before a user\'s turn.')
+    self._begun = [list(tokenizer(one, add_special_tokens=False)['input_ids']) for one in settings.openings]
+    for one, tokens in zip(settings.openings, self._begun):
+      if not 0 < len(tokens) < settings.max_prompt - len(self._opening):
+        raise ValueError(f'opening {one!r:.60} has {len(tokens)} tokens: need at least 1, and with the chat template '
+                         f'fewer than max_prompt={settings.max_prompt}.')
     self._given = [prompt for prompt in encoded if len(prompt) <= settings.max_prompt]
     if encoded and not self._given:
       raise ValueError(f'all {len(encoded)} prompts are longer than max_prompt={settings.max_prompt} tokens.')
@@ -224,8 +250,6 @@ class _Job:
     room = (batch, max(settings.max_answer, settings.max_prompt), settings.top)
     self._top_ids, self._top_logprobs = np.zeros(room, np.int32), np.zeros(room, np.float16)
     self._entering = max(batch // 8, 1)  # rows that are filled together
-    # Every user's turn begins in the same way, which is read once.
-    self._asking = self._prefill([_Row(0, True, self._opening)] * self._entering)
     idle = self._prefill([_Row(0, True, self._opening[:1])] * batch)
     self._state = idle.replace(done=jnp.ones(batch, bool))
     self._fill()
@@ -303,9 +327,10 @@ class _Job:
     if len(self._kept) >= SHARD:
       self.save()
 
-  def _ask(self, row, message):
+  def _ask(self, row, rest):
     """Has a user's turn answered, unless it is none (it did not end), or was there before."""
-    message = self._tokenizer.decode(message, skip_special_tokens=True).strip()
+    tokens = [*row.prompt[len(self._opening) :], *rest] if len(rest) else []
+    message = self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
     prompt = text.encode([message], self._tokenizer, raw=False)[0] if message else []
     if not 0 < len(prompt) <= self._settings.max_prompt or not self._is_new(prompt):
       self._drop(row)
@@ -343,26 +368,28 @@ class _Job:
       i = next(self._numbers)
       which, asks = divmod(i, self._settings.given_every)
       if asks or which >= len(self._given):
-        return _Row(i, not self._settings.raw, self._opening)
+        return _Row(i, not self._settings.raw, [*self._opening, *self._beginning(i)])
       if self._settings.raw or self._is_new(self._given[which]):
         return _Row(i, False, self._given[which])
       self._dropped.append(i)
 
-  def _fill(self):
-    """Gives rows that are free the next texts, asking and answering apart: the former are read already."""
-    free = [i for i, row in enumerate(self._rows) if row is None]
-    rows = [self._next_row() for _ in free]
-    rows.sort(key=lambda row: (row.asks, len(row.prompt)))
-    for asks, group in itertools.groupby(zip(free, rows), lambda pair: pair[1].asks):
-      group = list(group)
-      for start in range(0, len(group), self._entering):
-        self._enter(group[start : start + self._entering], asks)
+  def _beginning(self, i):
+    """What the user's turn of a conversation begins with, tokens: the same whatever else is written."""
+    which = np.random.default_rng((self._settings.seed, i)).integers(2 * len(self._begun)) if self._begun else 0
+    return self._begun[which] if which < len(self._begun) else []
 
-  def _enter(self, pairs, asks):
+  def _fill(self):
+    """Gives rows that are free the next texts, those of like length together."""
+    free = [i for i, row in enumerate(self._rows) if row is None]
+    pairs = list(zip(free, sorted((self._next_row() for _ in free), key=lambda row: len(row.prompt))))
+    for start in range(0, len(pairs), self._entering):
+      self._enter(pairs[start : start + self._entering])
+
+  def _enter(self, pairs):
     places, rows = zip(*pairs)
     extra = self._entering - len(rows)
     rows_in = [*rows, *rows[:1] * extra]
-    fresh = self._asking.replace(keys=self._keys(rows_in)) if asks else self._prefill(rows_in)
+    fresh = self._prefill(rows_in)
     where = np.array([*places, *[len(self._rows)] * extra], np.int32)
     self._state = decode.replace_rows(self._state, where, fresh)
     temperatures = self._settings.temperatures
@@ -381,7 +408,7 @@ class _Job:
     padded = np.zeros((len(rows), min(text.bucket(length.max()), self._config.capacity)), np.int32)
     for i, row in enumerate(rows):
       padded[i, : len(row.prompt)] = row.prompt
-    most = [self._settings.max_prompt - len(self._opening) if row.asks else self._settings.max_answer for row in rows]
+    most = [self._settings.max_prompt - len(row.prompt) if row.asks else self._settings.max_answer for row in rows]
     limit = length + np.maximum(np.array(most, np.int32), 1)
     return decode.prefill(self._target, None, padded, length, self._keys(rows), limit, self._config)
 

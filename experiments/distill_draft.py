@@ -43,6 +43,8 @@ _FIELD = flags.DEFINE_string('prompt_field', 'prompt', 'Where a line has its pro
 _BATCH = flags.DEFINE_integer('parallel', 64, 'Conversations that are written at once.', 1)
 _TEMPERATURES = flags.DEFINE_list('temperatures', ['0.6', '0.6', '0.6', '1.0'], 'Of the answers, in turn.')
 _MAX_PROMPT = flags.DEFINE_integer('max_prompt', 144, 'Most tokens of a prompt, template included.', 1)
+_OPENINGS = flags.DEFINE_boolean('openings', True, 'Every other turn that the verifier writes for the user begins as '
+                                 'people do, with one of corpus.OPENINGS.')
 _GIVEN = flags.DEFINE_integer('given_every', 2, 'Of so many conversations one answers a prompt of --prompts_file, as '
                               'long as there are some.', 1)
 _START = flags.DEFINE_string('start', None, 'An exported draft of the same verifier to go on from; its shape and its '
@@ -105,6 +107,7 @@ def corpus_settings(hidden_layers=None) -> corpus.Settings:
   return corpus.Settings(
       temperatures=temperatures, top_k=sampling.top_k, top_p=sampling.top_p,
       hidden_layers=hidden_layers, given_every=_GIVEN.value,
+      openings=corpus.OPENINGS if _OPENINGS.value and not options['raw'] else (),
       max_prompt=_MAX_PROMPT.value, max_answer=options['max_new_tokens'], seed=options['seed'], raw=options['raw'])
 
 

@@ -86,6 +86,23 @@ def test_laws_and_hidden_states_are_the_verifiers(write, target, batch):
   check_laws(target, found)
 
 
+def test_every_other_turn_goes_on_from_an_opening(write, tmp_path):
+  """The same for a conversation in any batch; what was begun is part of the turn that is answered."""
+  settings = dataclasses.replace(SETTINGS, openings=('QQ', 'ZZZ'), seed=3)
+  user = TOKENIZER.convert_tokens_to_ids('<|user|>')
+  texts = []
+  for batch in (4, 9):
+    found = conversations(write(tmp_path / str(batch), settings=settings, batch=batch, num_tokens=400))
+    check_laws(talker.talker(), found)
+    assert all(one.tokens[0] == user and len(one.tokens[: one.prompt_length]) <= SETTINGS.max_prompt for one in found)
+    texts.append({one.index: TOKENIZER.decode(one.tokens[1 : one.prompt_length - 2]) for one in found})
+  begun = [text[:2] for text in texts[0].values() if text[:2] in ('QQ', 'ZZ')]
+  assert set(begun) == {'QQ', 'ZZ'} and 0.2 < len(begun) / len(texts[0]) < 0.8
+  assert all(len(text) > 3 for text in texts[0].values() if text[:2] in ('QQ', 'ZZ'))
+  for i in set(texts[0]) & set(texts[1]):
+    assert texts[0][i] == texts[1][i]
+
+
 @pytest.mark.parametrize('every', [1, 3])
 def test_so_many_answer_prompts_that_are_given(write, every):
   prompts = [f'p{i}' for i in range(9)]
@@ -305,6 +322,7 @@ def test_raw_texts_go_on_from_their_first_token(write, target):
 
 @pytest.mark.parametrize('changes, message', [
     ({'top': 0}, 'top=0: need at least 1'), ({'given_every': 0}, 'given_every=0: need at least 1'),
+    ({'raw': True, 'openings': ('Why ',)}, 'openings: they begin a user'),
     ({'max_answer': 0}, 'max_answer=0'), ({'temperatures': ()}, 'temperatures'),
     ({'top_k': 33}, 'top_k=33: the laws are kept of 32'), ({'temperatures': (0.5, -1.0)}, 'temperature=-1.0'),
     ({'ask_temperature': float('nan')}, 'temperature=nan'), ({'top_p': 0.0}, 'top_p=0.0')])
@@ -315,6 +333,8 @@ def test_settings_that_make_no_corpus(changes, message):
 
 @pytest.mark.parametrize('options, message', [
     ({'settings': dataclasses.replace(SETTINGS, max_answer=90)}, 'are 114 tokens, the context of the verifier is 96'),
+    ({'settings': dataclasses.replace(SETTINGS, openings=('a' * 23,))}, "opening 'aaa.*has 23 tokens: need at least 1"),
+    ({'settings': dataclasses.replace(SETTINGS, openings=('',))}, "opening '' has 0 tokens"),
     ({'settings': dataclasses.replace(SETTINGS, hidden_layers=(1, 2))}, 'need rising ones of 0..1'),
     ({'settings': dataclasses.replace(SETTINGS, top=999)}, 'top=999: the verifier has 268 tokens'),
     ({'settings': dataclasses.replace(SETTINGS, max_prompt=1)}, 'max_prompt=1: the chat template alone takes 1 tokens'),

@@ -19,7 +19,8 @@ from tests import fakes, talker
 from tests.talker import TOKENIZER
 
 TINY = ('--tokens=300', '--parallel=4', '--temperatures=1.0', '--max_prompt=24', '--max_new_tokens=16', '--steps=4',
-        '--evaluate_every=2', '--held_out=4', '--batch_tokens=256', '--passes=2', '--warmup=1', '--head_size=99')
+        '--evaluate_every=2', '--held_out=4', '--batch_tokens=256', '--passes=2', '--warmup=1', '--head_size=99',
+        '--noopenings')
 WHOLE = ('--noreads_hidden', '--copy=0', '--head_size=268', '--layers=0')
 
 

@@ -67,7 +67,7 @@ def assert_same(found, reference):
 def test_the_reference_decodes(one_process):
   """What is compared is no trifle: rejections, full accepts, ends of text, and a row of its own length each."""
   reference = one_process['none']
-  assert len(reference) == 10
+  assert len(reference) == 12
   for case, result in reference.items():
     if case not in ('text', 'int8'):
       assert len({len(tokens) for tokens in result['tokens']}) > 3
@@ -84,7 +84,7 @@ def test_8_bits_are_those_of_the_model(one_process):
 
 @pytest.mark.parametrize('mesh', MESHES)
 def test_same_tokens_on_every_mesh(one_process, mesh):
-  assert len(one_process[mesh]) == 6
+  assert len(one_process[mesh]) == 7
   assert_same(one_process[mesh], one_process['none'])
 
 
@@ -98,7 +98,7 @@ def test_uneven_batches_are_padded_and_said(one_process):
 
 def test_same_tokens_on_two_processes(one_process, tmp_path):
   for found in on_two_processes(tmp_path, '2x1x4:1', '--text'):
-    assert len(found['2x1x4']) == 6
+    assert len(found['2x1x4']) == 7
     assert_same(found['2x1x4'], one_process['none'])
 
 
