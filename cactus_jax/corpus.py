@@ -216,11 +216,12 @@ class _Job:
     if len(self._opening) >= settings.max_prompt and not settings.raw:
       raise ValueError(f'max_prompt={settings.max_prompt}: the chat template alone takes {len(self._opening)} tokens '
                        'before a user\'s turn.')
-    self._begun = [list(tokenizer(one, add_special_tokens=False)['input_ids']) for one in settings.openings]
-    for one, tokens in zip(settings.openings, self._begun):
+    begun = [list(tokenizer(one, add_special_tokens=False)['input_ids']) for one in settings.openings]
+    for one, tokens in zip(settings.openings, begun):
       if not 0 < len(tokens) < settings.max_prompt - len(self._opening):
         raise ValueError(f'opening {one!r:.60} has {len(tokens)} tokens: need at least 1, and with the chat template '
                          f'fewer than max_prompt={settings.max_prompt}.')
+    self._begun = [*begun, *[[]] * max(len(begun), 1)]  # every other turn goes on from nothing
     self._given = [prompt for prompt in encoded if len(prompt) <= settings.max_prompt]
     if encoded and not self._given:
       raise ValueError(f'all {len(encoded)} prompts are longer than max_prompt={settings.max_prompt} tokens.')
@@ -375,8 +376,7 @@ class _Job:
 
   def _beginning(self, i):
     """What the user's turn of a conversation begins with, tokens: the same whatever else is written."""
-    which = np.random.default_rng((self._settings.seed, i)).integers(2 * len(self._begun)) if self._begun else 0
-    return self._begun[which] if which < len(self._begun) else []
+    return self._begun[np.random.default_rng((self._settings.seed, i)).integers(len(self._begun))]
 
   def _fill(self):
     """Gives rows that are free the next texts, those of like length together."""
@@ -388,8 +388,7 @@ class _Job:
   def _enter(self, pairs):
     places, rows = zip(*pairs)
     extra = self._entering - len(rows)
-    rows_in = [*rows, *rows[:1] * extra]
-    fresh = self._prefill(rows_in)
+    fresh = self._prefill([*rows, *rows[:1] * extra])
     where = np.array([*places, *[len(self._rows)] * extra], np.int32)
     self._state = decode.replace_rows(self._state, where, fresh)
     temperatures = self._settings.temperatures
@@ -463,8 +462,8 @@ def read(path, hidden_layers=None) -> list[Conversation]:
   hidden_layers: of which layers their hidden states are, of those that were kept; None: they have none.
   Raises ValueError for a damaged file, and where hidden states that are asked for were not kept.
   """
-  shard = _load(path)
-  hidden = None if hidden_layers is None else _of_layers(path, shard, hidden_layers)
+  shard = _load(path, ('index', 'prompt_length', 'length', 'tokens', 'top_ids', 'top_logprobs'))
+  hidden = None if hidden_layers is None else _hidden_of(pathlib.Path(path), hidden_layers)
   conversations, start, law = [], 0, 0
   for index, prompt, length in zip(shard['index'], shard['prompt_length'], shard['length']):
     here, laws = slice(start, start + length), slice(law, law + length - prompt)
@@ -475,28 +474,27 @@ def read(path, hidden_layers=None) -> list[Conversation]:
   return conversations
 
 
-def _of_layers(path, shard, hidden_layers):
-  """The columns of hidden states that belong to some layers, and to the head."""
-  folder = pathlib.Path(path).parent
-  settings = _read_settings(folder)
-  kept = settings.get('hidden_layers') if 'hidden' in shard else None
+def _hidden_of(path, hidden_layers):
+  """The columns of a shard's hidden states that belong to some layers, and to the head."""
+  settings = _read_settings(path.parent)
+  kept = settings.get('hidden_layers')
   if kept is None or not set(hidden_layers) <= set(kept):
     there = 'no hidden states' if kept is None else f'those of layers {kept}'
-    raise ValueError(f'{folder} has {there}; of layers {[*hidden_layers]} they are to be read: write it anew with '
+    raise ValueError(f'{path.parent} has {there}; of layers {[*hidden_layers]} they are to be read: write it anew with '
                      'them.')
   D = settings['embed_dim']
-  hidden = shard['hidden'].reshape(-1, (len(kept) + 1) * D)  # one without conversations knows no width
+  # A shard without conversations knows no width.
+  hidden = _load(path, ('hidden',))['hidden'].reshape(-1, (len(kept) + 1) * D)
   places = [kept.index(i) for i in hidden_layers] + [len(kept)]
   if len(places) == len(kept) + 1:
     return hidden
   return np.concatenate([hidden[:, D * i : D * (i + 1)] for i in places], axis=1)
 
 
-def _load(path, names=None):
-  """The arrays of these names in a shard, or all that a shard has."""
+def _load(path, names):
+  """The arrays of these names in a shard."""
   try:
     with np.load(path) as shard:
-      names = names or {*shard.files, 'index', 'prompt_length', 'length', 'tokens', 'top_ids', 'top_logprobs'}
       return {name: shard[name] for name in names}
   except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
     raise ValueError(f'{path}: damaged ({error}); delete it, and the same command writes others.') from None

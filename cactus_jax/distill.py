@@ -99,21 +99,22 @@ class TrainState:
 
 
 def trainable(student: Student) -> dict:
-  """The weights that are trained: all but the verifier's embedding and head, in float32, and as copies."""
+  """The weights that are trained, in float32, and as copies."""
+  return jax.tree.map(lambda x: jnp.array(x, jnp.float32), _own(student))
+
+
+def _own(student):
+  """All weights but the verifier's embedding and head."""
   params = student.body.params
-  weights = {'layers': params.layers, 'final_norm': params.final_norm}
-  weights |= {name: getattr(student, name) for name in ('fuse', 'copy') if getattr(student, name) is not None}
-  return jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
+  return {'layers': params.layers, 'final_norm': params.final_norm} | {
+      name: getattr(student, name) for name in ('fuse', 'copy') if getattr(student, name) is not None}
 
 
 def with_weights(student: Student, weights) -> Student:
-  """The student with trained weights, in its own dtype."""
-  params = student.body.params
-  weights = {name: jax.tree.map(lambda x: x.astype(params.embed.dtype), part) if name != 'copy' else part
-             for name, part in weights.items()}
-  params = params.replace(layers=weights['layers'], final_norm=weights['final_norm'])
-  return student.replace(body=student.body.replace(params=params), fuse=weights.get('fuse'),
-                         copy=weights.get('copy'))
+  """The student with trained weights, in its own dtypes."""
+  weights = jax.tree.map(lambda new, own: new.astype(own.dtype), weights, _own(student))
+  params = student.body.params.replace(layers=weights.pop('layers'), final_norm=weights.pop('final_norm'))
+  return student.replace(body=student.body.replace(params=params), **weights)
 
 
 def target_law(batch, row_of, config):

@@ -13,10 +13,12 @@ prompt='Summarise this text in three bullet points: The honeybee colony lives in
 thousand eggs a day. The workers gather nectar, build the comb and guard the entrance. In autumn the drones are driven
 out, and the colony survives the winter on its store of honey.'
 
+draft=lookup # an answer to this prompt repeats it, and is copied from it
+
 case ${1--} in
   -h | --help) printf '%s\n' "$usage"; exit ;;
   -*) ;;
-  *) prompt=$1; shift ;;
+  *) prompt=$1; draft=; shift ;;
 esac
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
@@ -28,9 +30,9 @@ case " $*" in
   *) set -- --rule=cactus --delta=1 "$@" ;;
 esac
 
-case "$prompt $*" in
+case " $*" in
   *' --draft'* | *' -draft'*) ;;
-  'Summarise this text'*) set -- --draft=lookup "$@" ;; # an answer that repeats its prompt is copied from it
+  *) [ -z "$draft" ] || set -- --draft="$draft" "$@" ;;
 esac
 
 say "Prompt: $prompt"

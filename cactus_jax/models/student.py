@@ -205,8 +205,7 @@ def make_student(target, layer_params, final_norm, head_ids, *, fuse=None, copy=
   """
   config = student_config(target.config, len(layer_params), window)
   if hidden_layers is not None:
-    transformer.check_hidden_layers(hidden_layers, target.config)
-    hidden_layers = tuple(hidden_layers)
+    hidden_layers = transformer.check_hidden_layers(hidden_layers, target.config)
   D = config.embed_dim
   reads = None if hidden_layers is None else ((2 + len(hidden_layers)) * D, D)
   if reads != (None if fuse is None else fuse.shape):
@@ -342,7 +341,7 @@ def load(folder, target, tokenizer, *, quantize=None) -> Student:
       or fuse is not None and fuse.shape[1] != (2 + len(hidden_layers)) * config.embed_dim):
     raise ValueError(f'{folder}: {DESCRIPTION} does not belong to these weights; copy both again.')
   if hidden_layers is not None:
-    transformer.check_hidden_layers(hidden_layers, target.config)
+    hidden_layers = transformer.check_hidden_layers(hidden_layers, target.config)
   names, mesh = hf.names_of(config), target.mesh
   head = np.asarray(sharding.fetch(head_rows(target, head_ids)))
   tensors[names['embed']] = head
@@ -362,7 +361,7 @@ def load(folder, target, tokenizer, *, quantize=None) -> Student:
                  place(row_of(head_ids, config.vocab_size)),
                  None if fuse is None else place(fuse.T.astype(target.params.embed.dtype)),
                  None if copy is None else place(copy.astype(np.float32)),
-                 None if fuse is None else tuple(hidden_layers))
+                 hidden_layers)
 
 
 def as_transformer(student) -> Transformer:

@@ -140,9 +140,7 @@ class Transformer:
   def score_one(self, tokens_BT, positions_BT, cache, index_B):
     """`__call__`, with logits after one of the T tokens only, f32[B, 1, V]: that of index_B, i32[B]."""
     with jax.named_scope('forward'):
-      x_BTD = embed(self.params, self.config, tokens_BT, self.mesh)
-      x_BTD, cache = run_layers(self.params, self.config, x_BTD, positions_BT, cache, self.mesh)
-      return logits(self.params, self.config, one_of(x_BTD, index_B), self.mesh), cache
+      return forward(self.params, self.config, tokens_BT, positions_BT, cache, self.mesh, index_B)
 
   @property
   def quantize(self):
@@ -160,8 +158,7 @@ class Transformer:
     cache = kv.init(self.config, batch, length, jnp.dtype(self.kv_dtype or dtype), self.mesh)
     if hidden_layers is None:
       return cache
-    hidden_layers = tuple(hidden_layers)
-    check_hidden_layers(hidden_layers, self.config)
+    hidden_layers = check_hidden_layers(hidden_layers, self.config)
     shape = (batch, length, (1 + len(hidden_layers)) * self.config.embed_dim)
     return cache.replace(hidden=kv.init_positions(shape, dtype, self.mesh), hidden_layers=hidden_layers)
 
@@ -182,17 +179,18 @@ class Transformer:
     )
 
 
-def forward(params, config, tokens_BT, positions_BT, cache, mesh=None):
-  """One pass over T new tokens a row; see `Transformer.__call__`."""
+def forward(params, config, tokens_BT, positions_BT, cache, mesh=None, index_B=None):
+  """One pass over T new tokens a row; see `Transformer.__call__`, and with index_B `Transformer.score_one`."""
   x_BTD = embed(params, config, tokens_BT, mesh)
   x_BTD, cache = run_layers(params, config, x_BTD, positions_BT, cache, mesh)
-  return logits(params, config, x_BTD, mesh), cache
+  return logits(params, config, x_BTD if index_B is None else one_of(x_BTD, index_B), mesh), cache
 
 
-def check_hidden_layers(hidden_layers, config):
-  """Raises ValueError for layers that a model does not have, and for some that do not rise."""
+def check_hidden_layers(hidden_layers, config) -> tuple[int, ...]:
+  """The layers; raises ValueError for some that a model does not have, and for some that do not rise."""
   if list(hidden_layers) != sorted({i for i in hidden_layers if 0 <= i < config.num_layers}):
     raise ValueError(f'hidden_layers={tuple(hidden_layers)}: need rising ones of 0..{config.num_layers - 1}.')
+  return tuple(hidden_layers)
 
 
 def embed(params, config, tokens_BT, mesh=None):
