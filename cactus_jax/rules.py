@@ -355,18 +355,23 @@ class _Clamped(TargetRule):
     """(a, b), such that h sums to 1."""
     raise NotImplementedError
 
+  def _bounds(self, p, q):
+    """(a q, b q). Where q is 0 its slope, which may be beyond float32, counts as 0."""
+    q = jnp.where(q > 0, q, 0.0)
+    a, b = self._factors(p, q)
+    return a * q, b * q
+
   def target(self, p, q):
     """clip(p, a q, b q)."""
-    a, b = self._factors(p, q)
-    return jnp.clip(p, a * q, b * q)
+    return jnp.clip(p, *self._bounds(p, q))
 
   def accept_prob(self, p, q, x):
     """min(1, b q_x / p_x)."""
-    return capped_ratio(self._factors(p, q)[1] * q[x], p[x])
+    return capped_ratio(self._bounds(p, q)[1][x], p[x])
 
   def recovery(self, p, q, x):
     """(a q - p)+, normalised."""
-    return _residual(self._factors(p, q)[0] * q - p, q, x)
+    return _residual(self._bounds(p, q)[0] - p, q, x)
 
   def accept_bounds(self, p_x, q_x):
     """1 <= b."""

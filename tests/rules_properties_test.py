@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
@@ -119,9 +119,14 @@ def ask(family, number, p, q):
 questions = settings(max_examples=25, deadline=None, derandomize=True)
 
 
+# Laws so close that float32 sees no divergence at any price, and a token that only the draft has.
+CLOSE = (np.float32([3.3501309e-4] * 4 + [0, 0.99865997]), np.float32([3.3508404e-4] * 3 + [0, 1.2327054e-4, 0.99887151]))
+
+
 @each_family
 @questions
 @given(pair=law_pairs(), share=st.floats(0, 1))
+@example(pair=CLOSE, share=0.0)
 def test_every_rule_answers_with_laws(family, pair, share):
   p, q = pair
   _, low, high, _ = FAMILIES[family]
@@ -133,9 +138,7 @@ def test_every_rule_answers_with_laws(family, pair, share):
   assert np.sum(p * accept) <= np.sum(np.minimum(p, output)) + 1e-5
   if family not in LEAVES_SUPPORT:
     assert np.all(output[q == 0] == 0) and np.all(recovery[:, q == 0] == 0) and np.all(accept[(q == 0) & (p > 0)] == 0)
-  # A price of e^80 over a small p is beyond float32: what the verifier lacks may have such a slope, and nothing else.
-  assert all(np.all(np.isfinite(gradient)) for gradient in gradients[:2])
-  assert np.all(np.isfinite(gradients[2][q > 0])) and not np.any(np.isnan(gradients[2]))
+  assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
 
 
 @each_family
