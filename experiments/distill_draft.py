@@ -23,7 +23,7 @@ import time
 import numpy as np
 from absl import flags
 from lib import flags as common
-from lib import record
+from lib import malloc, record
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
@@ -345,6 +345,7 @@ def main():
   """Goes through the stages of --stages."""
   common.refuse(['draft', 'draft_quantize', 'num_draft', 'rule', *common.RULE_FIELDS, 'static', 'block_verification',
                  'ledger', 'stop', 'stop_entropy', 'min_p', 'kv_dtype'], 'a draft is made, not used')
+  malloc.keep_freed()
   output, texts = folders()  # what is wrong is told before anything is loaded
   corpus_settings(), training(), layers_of(_LAYERS), layers_of(_HIDDEN_LAYERS), check_shape()
   if 'train' in _STAGES.value and importlib.util.find_spec('matplotlib') is None:

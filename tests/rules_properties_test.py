@@ -120,7 +120,8 @@ questions = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 # Laws so close that float32 sees no divergence at any price, and a token that only the draft has.
-CLOSE = (np.float32([3.3501309e-4] * 4 + [0, 0.99865997]), np.float32([3.3508404e-4] * 3 + [0, 1.2327054e-4, 0.99887151]))
+CLOSE = (np.float32([3.3501309e-4] * 4 + [0, 0.99865997]),
+         np.float32([3.3508404e-4] * 3 + [0, 1.2327054e-4, 0.99887151]))
 
 
 @each_family

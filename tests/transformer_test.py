@@ -80,16 +80,28 @@ def test_untied_head(model):
   assert_close(uncached(untied, TOKENS), 2 * uncached(model, TOKENS))
 
 
-@pytest.mark.parametrize('shape', [(1, 2), (1, 3), (1, 5), (2, 4), (3, 3), (1, 16), (1, 17)])
-def test_logits_of_a_few_tokens(shape):
-  """However many there are (up to a number of them, on a CPU, the matrix stands on the left)."""
+FEW = pytest.mark.parametrize('shape', [(1, 2), (1, 3), (1, 5), (2, 4), (3, 3), (1, 16), (1, 17)])
+
+
+@FEW
+@pytest.mark.parametrize('vocab', [33, 36])
+def test_logits_of_a_few_tokens(shape, vocab):
+  """However many there are (up to a number of them, on a CPU, the matrix stands on the left, in parts if it can)."""
   random = np.random.default_rng(0)
-  x_BTD, head_VD = random.normal(size=(*shape, 16)), random.normal(size=(33, 16))
+  x_BTD, head_VD = random.normal(size=(*shape, 16)), random.normal(size=(vocab, 16))
   found = layers.logits(jnp.asarray(x_BTD, jnp.float32), jnp.asarray(head_VD, jnp.float32))
   np.testing.assert_allclose(found, x_BTD @ head_VD.T, atol=1e-5)
   half = layers.logits(jnp.asarray(x_BTD, jnp.bfloat16), jnp.asarray(head_VD, jnp.bfloat16))
   assert half.dtype == jnp.float32
   np.testing.assert_allclose(half, x_BTD @ head_VD.T, atol=0.2)
+
+
+@FEW
+def test_products_of_a_few_tokens(shape):
+  random = np.random.default_rng(0)
+  x_BTD, weight_DF = random.normal(size=(*shape, 16)), random.normal(size=(16, 24))
+  found = layers.matmul(jnp.asarray(x_BTD, jnp.float32), jnp.asarray(weight_DF, jnp.float32))
+  np.testing.assert_allclose(found, x_BTD @ weight_DF, atol=1e-5)
 
 
 @pytest.mark.parametrize('steps', [[10] + [1] * 14, [1] * 24, [7, 4, 1, 5, 7]])

@@ -16,8 +16,10 @@ def matmul(x_BTD, weight_DF, rows=None):
   B, T, D = x_BTD.shape
   if isinstance(weight_DF, Int8):
     return _int8_product(x_BTD, weight_DF).astype(x_BTD.dtype)
-  if (B * T if rows is None else rows) > 1:
+  if B * T > FEW:
     return x_BTD @ weight_DF
+  if (B * T if rows is None else rows) > 1:
+    return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=_columns_on_the_left, default=jnp.matmul)
   on_cpu = _matvec_in_quarters if B * T == 1 and D % 4 == 0 else jnp.matmul
   return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=on_cpu, tpu=_as_eight(jnp.matmul), default=jnp.matmul)
 
@@ -35,18 +37,31 @@ def logits(x_BTD, head_VD, rows=None):
   return jax.lax.platform_dependent(x_BTD, head_VD, tpu=_as_eight(product), default=product)
 
 
+def _columns_on_the_left(x_BTD, weight_DF):
+  """The product of a few tokens with a matrix, the tokens laid out by columns.
+
+  XLA's CPU backend has two libraries. The one it prefers lays a matrix on the right out anew at a third more time, but
+  refuses tokens that lie by columns; the barrier keeps the compiler from turning them back.
+  """
+  B, T, D = x_BTD.shape
+  x_DN = jax.lax.optimization_barrier(x_BTD.reshape(B * T, D).T)
+  return jax.lax.dot_general(x_DN, weight_DF, (((0,), (0,)), ((), ()))).reshape(B, T, -1)
+
+
 def _matrix_on_the_left(x_BTD, head_VD):
   """The product of a few tokens with a head, written as that of the head with the tokens.
 
   XLA's CPU backend lays a matrix on the right out anew; on the left it reads it as it lies, by four tokens at a time:
-  of more than four there are a multiple.
+  of more than four there are a multiple. In four parts of the head it is a fifth quicker than as a whole.
   """
   B, T, D = x_BTD.shape
-  rows = B * T
+  rows, V = B * T, head_VD.shape[0]
+  parts = 1 if V % 4 else 4
   x_ND = jnp.pad(x_BTD.reshape(rows, D), ((0, -rows % 4 if rows > 4 else 0), (0, 0)))
-  logits_VN = jax.lax.dot_general(
-      head_VD, x_ND, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-  return logits_VN[:, :rows].T.reshape(B, T, -1)
+  logits_PVN = jax.lax.dot_general(
+      head_VD.reshape(parts, V // parts, D), jnp.broadcast_to(x_ND, (parts, *x_ND.shape)),
+      (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+  return logits_PVN.reshape(V, -1)[:, :rows].T.reshape(B, T, V)
 
 
 def _int8_product(x_BTD, weight_DF):
