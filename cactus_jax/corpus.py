@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import pathlib
 import warnings
 import zipfile
@@ -30,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cactus_jax import decode, text
+from cactus_jax import decode, files, text
 from cactus_jax.decode import DecodeConfig, Finish
 from cactus_jax.models import hf, weights
 from cactus_jax.models.transformer import check_hidden_layers
@@ -172,10 +171,8 @@ def prepare(folder, settings, target, tokenizer, prompts):
   if shards(folder):
     raise ValueError(f'{folder}: holds shards without {SETTINGS}; choose another folder.')
   try:
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f'.{path.name}.partial')
-    partial.write_text(json.dumps(ours, indent=1), encoding='utf-8')
-    os.replace(partial, path)
+    with files.new_file(path) as file:
+      json.dump(ours, file, indent=1)
   except OSError as error:
     raise ValueError(f'{folder}: could not be written ({error}).') from error
 
@@ -291,13 +288,9 @@ class _Job:
     if self._settings.hidden_layers is not None:
       contents['hidden'] = join('hidden', np.float16)
     path = self._folder / f'shard-{number:05}.npz'
-    partial = path.with_name(f'.{path.name}.partial')
     try:
-      with open(partial, 'wb') as file:
+      with files.new_file(path, 'wb') as file:
         np.savez(file, **contents)
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(partial, path)
     except OSError as error:
       raise ValueError(f'{path} could not be written ({error}); is the disk full? The shards before it are whole: the '
                        'same command goes on after them.') from error

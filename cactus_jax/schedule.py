@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cactus_jax import decode
+from cactus_jax import decode, files
 from cactus_jax.sampling import to_probs
 
 # Numbers of drafted tokens to choose from, up to the largest allowed, which is one too: each is a program to compile.
@@ -196,11 +196,9 @@ def _read(path, max_num_draft):
 
 def _write(path, costs):
   """Never half a file, whoever else writes or reads it."""
-  partial = path.with_name(f'{path.name}.{os.getpid()}')
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(dataclasses.asdict(costs)) + '\n')
-    os.replace(partial, path)
+    with files.new_file(path) as file:
+      file.write(json.dumps(dataclasses.asdict(costs)) + '\n')
   except OSError as error:
     warnings.warn(f'measured costs are not kept: {error}', stacklevel=2)
 

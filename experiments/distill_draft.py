@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
 import pathlib
 import time
 
@@ -27,7 +26,7 @@ from lib import malloc, record
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
-from cactus_jax import corpus, distill, text
+from cactus_jax import corpus, distill, files, text
 from cactus_jax.models import hf
 from cactus_jax.models import student as student_lib
 
@@ -248,21 +247,19 @@ def untrained(output, target, started, train=None) -> student_lib.Student:
     raise ValueError(f'{output / "train"} holds no training: run --stages=train first.')
   else:
     head_ids = distill.frequent_tokens(train, head_size(target), target.config.vocab_size)
-    with whole(path) as partial:
-      np.save(partial, head_ids)
+    with whole(path, 'wb') as file:
+      np.save(file, head_ids)
   if len(head_ids) != head_size(target):
     raise ValueError(f'{path} has {len(head_ids)} tokens, --head_size={_HEAD.value}: choose another --output.')
   return new_student(target, head_ids)
 
 
 @contextlib.contextmanager
-def whole(path):
-  """Another path to write to, whose file then takes its place."""
-  partial = path.with_name(f'.partial-{path.name}')
+def whole(path, mode):
+  """`files.new_file`; raises ValueError."""
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    yield partial
-    os.replace(partial, path)
+    with files.new_file(path, mode) as file:
+      yield file
   except OSError as error:
     raise ValueError(f'{path} could not be written ({error}); is the disk full?') from error
 
@@ -320,8 +317,8 @@ def export_once(folder, about, save):
 
 def write_log(folder, rows):
   """The rows of all evaluations, whole or not at all, and their picture."""
-  with whole(folder / 'log.jsonl') as partial:
-    partial.write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+  with whole(folder / 'log.jsonl', 'w') as file:
+    file.write(''.join(json.dumps(row) + '\n' for row in rows))
   import matplotlib  # takes half a second
 
   matplotlib.use('agg')
@@ -336,8 +333,8 @@ def write_log(folder, rows):
   axes.set(xlabel='step', ylabel='acceptance, mean of sum min(p, q)')
   axes.grid(alpha=0.3)
   axes.legend()
-  with whole(folder / 'curve.png') as partial:
-    figure.savefig(partial, dpi=120)
+  with whole(folder / 'curve.png', 'wb') as file:
+    figure.savefig(file, dpi=120)
   plt.close(figure)
 
 

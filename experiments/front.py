@@ -32,7 +32,7 @@ from lib import record
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
-from cactus_jax import ledger, records
+from cactus_jax import files, ledger, records
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
 DEFAULT_LAWS = os.path.join(os.path.dirname(common.DEFAULT_CACHE), 'front')
@@ -156,15 +156,10 @@ def write_laws(path, draft, target_probs, settings):
   """Writes recorded rounds so that the file is there as a whole or not at all."""
   mostly_zeros = np.count_nonzero(target_probs) < target_probs.size / 10
   pack = np.savez_compressed if mostly_zeros else np.savez  # packing a whole vocabulary gains a tenth and takes minutes
-  part = f'{path}.part'
   try:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(part, 'wb') as file:
+    with files.new_file(path, 'wb') as file:
       pack(file, tokens=draft.tokens, probs=draft.probs, num_drafted=draft.num_drafted, target_probs=target_probs,
            settings=json.dumps(settings))
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(part, path)
   except OSError as error:
     raise ValueError(f'{path} cannot be written: {error}') from None
 

@@ -5,10 +5,10 @@
 
 The file is Spec-Bench's (Xia et al., 2024), one JSON object a line with `category` and `turns`, of which the first is
 answered; or any JSONL with --turns_field and --category_field. An arm is a rule and how many tokens are drafted:
-exact:3, or rule:3 for the rule of --rule (cactus, with delta 1). Arms take turns on each prompt, after a turn that
-compiles if none of that shape has, and are timed from prompt to last token; speeds are sums over prompts. Acceptance is
-the mean of sum min(p, q) at the first drafted token of each round of the exact rule: from the laws, so without luck of
-the draw.
+exact:3, rule:3 for the rule of --rule (cactus, with delta 1), or exact:auto, as many as decode fastest. Arms take turns
+on each prompt, after a turn that compiles if none of that shape has, and are timed from prompt to last token; speeds
+are sums over prompts. Acceptance is the mean of sum min(p, q) at the first drafted token of each round of the exact
+rule: from the laws, so without luck of the draw.
 """
 
 import os
@@ -31,8 +31,9 @@ _CATEGORY_FIELD = flags.DEFINE_string('category_field', 'category', 'Where a lin
                                       'that of the file.')
 _PER_CATEGORY = flags.DEFINE_integer('per_category', 2, 'Prompts of each category.')
 _MAX_PROMPT = flags.DEFINE_integer('longest_prompt', 512, 'Longer prompts are passed over, tokens.')
-_ARMS = flags.DEFINE_list('arms', ['exact:2', 'exact:3', 'exact:5', 'rule:3', 'rule:5'], 'What to compare.',
-                          allow_override=True)
+_ARMS = flags.DEFINE_list(
+    'arms', ['exact:2', 'exact:3', 'exact:5', 'exact:auto', 'rule:3', 'rule:5', 'rule:auto'], 'What to compare.',
+    allow_override=True)
 _ACCEPTANCE_ROUNDS = flags.DEFINE_boolean('acceptance', True, 'Measure the exact acceptance too.')
 _REPEATS = flags.DEFINE_integer('repeats', 1, 'Turns of each arm on each prompt.', 1, allow_override=True)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append a row for each category and arm to.',
@@ -44,9 +45,11 @@ def arms() -> dict:
   found, rules = {'plain': (cj.Exact(), 0)}, {'exact': cj.Exact(), 'rule': common.rule()}
   for name in _ARMS.value:
     rule, _, num = name.partition(':')
-    if rule not in rules or not num.isdigit() or int(num) < 1:
-      raise ValueError(f'--arms={",".join(_ARMS.value)}: {name!r} is neither exact:K nor rule:K with K > 0.')
-    found[name] = (rules[rule], int(num))
+    is_number = num.isdigit() and int(num) > 0
+    if rule not in rules or not (is_number or num == 'auto'):
+      raise ValueError(f'--arms={",".join(_ARMS.value)}: {name!r} is neither exact:K nor rule:K with K '
+                       "a number above 0, or 'auto'.")
+    found[name] = (rules[rule], int(num) if is_number else num)
   return found
 
 
@@ -89,7 +92,7 @@ def measure(prompt, chosen, options, is_compiled) -> dict:
   for turn in range(is_compiled, _REPEATS.value + 1):
     for name, (rule, num_draft) in chosen.items():
       draft = options['draft'] if num_draft else None
-      done = cj.generate_text([prompt], **options | {'draft': draft}, rule=rule, num_draft=max(num_draft, 1), seed=turn)
+      done = cj.generate_text([prompt], **options | {'draft': draft}, rule=rule, num_draft=num_draft or 1, seed=turn)
       if turn:
         stats = done.stats
         sums[name] += (stats.seconds.first_token + stats.seconds.decode, stats.decoded, stats.verifier_calls,
@@ -115,7 +118,7 @@ def main():
                  sampling=common.sampling(), max_new_tokens=new_tokens, raw=common.text_options()['raw'])
   machine = common.machine()
   print(f'{common.describe()}; {machine}', flush=True)
-  longest = max(num for _, num in chosen.values())
+  longest = max([num for _, num in chosen.values() if num != 'auto' and num] or [1])
   figures, totals = [], {name: np.zeros(4) for name in chosen}
   overall, compiled = np.zeros(2), set()
   with tqdm(total=sum(map(len, prompts.values())), unit='prompt') as bar:

@@ -37,6 +37,7 @@ LEVELS = {
   'models.load': ('M', 3.3),
   'checkpoint': ('M', 3.2),
   'models.checkpoint': ('M', 3.2),
+  'files': ('', 3.9),
   'metrics': ('', 4),
   'schedule': ('', 4),
   'text': ('', 4.1),

@@ -52,17 +52,17 @@ def bench(pair, run_program, monkeypatch, tmp_path):
 
 
 def test_tables_and_rows(bench, tmp_path, pair):
-  code, out, err = bench('--arms=exact:2,rule:2', f'--output={tmp_path / "rows.jsonl"}')
+  code, out, err = bench('--arms=exact:2,rule:2,exact:auto', f'--output={tmp_path / "rows.jsonl"}')
   assert code == 0, err
   rows = record.read_rows(tmp_path / 'rows.jsonl')
   assert [(row['category'], row['arm']) for row in rows] == [
-      (category, arm) for category in ('math', 'qa', 'all') for arm in ('plain', 'exact:2', 'rule:2')]
+      (category, arm) for category in ('math', 'qa', 'all') for arm in ('plain', 'exact:2', 'rule:2', 'exact:auto')]
   for row in rows:
     assert row['rule'] == 'Cactus(delta=1.0)' and 0 < row['acceptance'] < 1
     if row['arm'] == 'plain':
       assert (row['accepted_len'], row['tokens_per_call'], row['times_plain']) == (0, 1, 1)
     else:
-      assert 0 <= row['accepted_len'] <= 2 and row['times_plain'] > 0
+      assert 0 <= row['accepted_len'] <= (8 if row['arm'] == 'exact:auto' else 2) and row['times_plain'] > 0
   by = {(row['category'], row['arm']): row for row in rows}
   assert by['all', 'plain']['tokens'] == by['math', 'plain']['tokens'] + by['qa', 'plain']['tokens']
   line = next(line for line in out.splitlines() if line.startswith('  qa'))
@@ -81,7 +81,8 @@ def test_tables_and_rows(bench, tmp_path, pair):
 
 @pytest.mark.parametrize('arguments, words', [
     (['--arms=exact'], "'exact' is neither exact:K nor rule:K"),
-    (['--arms=exact:0'], 'with K > 0'),
+    (['--arms=exact:0'], 'a number above 0'),
+    (['--arms=rule:autos'], "or 'auto'"),
     (['--arms=cactus:3'], 'neither'),
     (['--data='], '--data is missing'),
     (['--turns_field=text'], 'text is None'),
