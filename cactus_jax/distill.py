@@ -117,30 +117,30 @@ def with_weights(student: Student, weights) -> Student:
   return student.replace(body=student.body.replace(params=params), **weights)
 
 
-def target_law(batch, row_of, config):
-  """The verifier's law after temperature and filters, on its likeliest tokens: (rows of the head i32[B, T, N], f32).
+def target_law(batch, columns_BV, config):
+  """The verifier's law after temperature and filters, on its likeliest tokens: (columns i32[B, T, N], f32).
 
-  A token without a row in the head has R there. The filters see the whole law, but for the mass beyond the N tokens,
-  which no top_k <= N keeps. (Log-probabilities are stored as float16, within 1e-3 or so.)
+  columns_BV: of all tokens, as by `Student.columns`. The filters see the whole law, but for the mass beyond the N
+  tokens, which no top_k <= N keeps. (Log-probabilities are stored as float16, within 1e-3 or so.)
   """
   law = to_probs(batch.top_logprobs.astype(jnp.float32), _per_text(config, batch))
-  return row_of[batch.top_ids], law
+  return jnp.take_along_axis(columns_BV[:, None], batch.top_ids, axis=-1), law
 
 
 def _per_text(config, batch):
   return jax.tree.map(lambda x: jnp.full(batch.tokens.shape[0], x, jnp.float32), config.sampling)
 
 
-def draft_law(logits_BTR, rows_BTN, batch, config, filtered):
-  """The draft's law at the rows of the head that are named, f32[B, T, N]; at one that there is not it is 0."""
-  num_rows = logits_BTR.shape[-1]
-  scaled_BTR, kept_BTR = logits_BTR / config.temperature, None
+def draft_law(logits_BTC, columns_BTN, batch, config, filtered):
+  """The draft's law at the columns that are named, f32[B, T, N]; at one that there is not it is 0."""
+  count = logits_BTC.shape[-1]
+  scaled_BTC, kept_BTC = logits_BTC / config.temperature, None
   if filtered:
-    kept_BTR = to_probs(jax.lax.stop_gradient(logits_BTR), _per_text(config, batch)) > 0
-    scaled_BTR = jnp.where(kept_BTR, scaled_BTR, -jnp.inf)
-  log_mass_BT1 = jax.nn.logsumexp(scaled_BTR, axis=-1, keepdims=True, where=kept_BTR)
-  at_BTN = jnp.take_along_axis(scaled_BTR, jnp.minimum(rows_BTN, num_rows - 1), axis=-1)
-  return jnp.where(rows_BTN < num_rows, jnp.exp(at_BTN - log_mass_BT1), 0)
+    kept_BTC = to_probs(jax.lax.stop_gradient(logits_BTC), _per_text(config, batch)) > 0
+    scaled_BTC = jnp.where(kept_BTC, scaled_BTC, -jnp.inf)
+  log_mass_BT1 = jax.nn.logsumexp(scaled_BTC, axis=-1, keepdims=True, where=kept_BTC)
+  at_BTN = jnp.take_along_axis(scaled_BTC, jnp.minimum(columns_BTN, count - 1), axis=-1)
+  return jnp.where(columns_BTN < count, jnp.exp(at_BTN - log_mass_BT1), 0)
 
 
 def losses(p_BTN, q_BTN):
@@ -159,13 +159,14 @@ def losses(p_BTN, q_BTN):
 
 def losses_by_pass(student, batch, config, filtered):
   """For each pass the losses, {name: f32[B, T]}."""
-  rows_BTN, q_BTN = target_law(batch, student.row_of, config)
+  columns_BV, rows_BGSH = student.columns(batch.tokens), student.rows_of(batch.tokens).swapaxes(1, 2)
+  columns_BTN, q_BTN = target_law(batch, columns_BV, config)
   positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
   hidden_BTW, past = batch.hidden if student.reads_hidden else None, None
   for _ in range(config.passes if student.reads_hidden else 1):
     own_BTD, past = student.read_text(batch.tokens, hidden_BTW, past)
-    logits_BTR = student.head_logits(own_BTD, batch.tokens, positions_BT)
-    yield losses(draft_law(logits_BTR, rows_BTN, batch, config, filtered), q_BTN)
+    logits_BTC = student.column_logits(own_BTD, positions_BT, columns_BV, batch.tokens, rows_BGSH)
+    yield losses(draft_law(logits_BTC, columns_BTN, batch, config, filtered), q_BTN)
     hidden_BTW = student.as_read(own_BTD) if student.reads_hidden else None
 
 

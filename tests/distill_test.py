@@ -113,7 +113,7 @@ def test_losses_are_those_of_the_full_laws(filtered, rows):
   q = full_laws(verifier_BTV, config)
   p = np.zeros_like(q)
   p[..., head] = full_laws(draft_BTR, config) if filtered else np.asarray(jax.nn.softmax(draft_BTR / 0.7))
-  found_rows, law = distill.target_law(batch, row_of, config)
+  found_rows, law = distill.target_law(batch, row_of[None], config)
   scattered = np.zeros_like(q)
   np.put_along_axis(scattered, np.asarray(batch.top_ids), np.asarray(law), -1)
   np.testing.assert_allclose(scattered, q, atol=1e-6)

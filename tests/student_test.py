@@ -75,14 +75,19 @@ def _hidden_states(target, tokens_BT, layers):
 def _read_text(student, tokens_BT, hidden_BTD):
   own_BTD, _ = student.read_text(tokens_BT, hidden_BTD)
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-  return student.head_logits(own_BTD, tokens_BT, positions_BT), own_BTD
+  columns_BV = student.columns(tokens_BT)
+  logits_BTC = student.column_logits(own_BTD, positions_BT, columns_BV, tokens_BT,
+                                     student.rows_of(tokens_BT).swapaxes(1, 2))
+  return logits_BTC, columns_BV, own_BTD
 
 
 def logits_of_text(student, tokens_BT, hidden_BTD):
   """f32[B, T, V] by the path that training takes, and the student's hidden states."""
-  logits_BTR, own_BTD = _read_text(student, tokens_BT, hidden_BTD)
+  logits_BTC, columns_BV, own_BTD = _read_text(student, tokens_BT, hidden_BTD)
   wide = np.full((*tokens_BT.shape, CONFIG.vocab_size), -np.inf, np.float32)
-  wide[..., HEAD] = np.asarray(logits_BTR)
+  for b, columns_V in enumerate(np.broadcast_to(columns_BV, (len(wide), CONFIG.vocab_size))):
+    there = columns_V < logits_BTC.shape[-1]
+    wide[b][:, there] = np.asarray(logits_BTC)[b][:, columns_V[there]]
   return wide, own_BTD
 
 
@@ -182,15 +187,17 @@ def test_latest_match():
 
 
 def test_copying_lifts_one_token(target):
-  """That which followed the longest match, by what that length is worth; without a match, or a row for it, none."""
+  """That which followed the longest match, by what that length is worth; without a match, none."""
   student = student_of(target, (), copy=3).replace(copy=jnp.array([0.5, 1.5, 4.0]))
   tokens_BT = jnp.array([[9, 5, 7, 3, 11, 5, 7, 13, 9, 5, 7, 15, 4, 10, 4]])
   hidden_BTD = hidden_states(target, tokens_BT, student)
-  plain, lifted = (logits_of_text(one, tokens_BT, hidden_BTD)[0][0] for one in (student.replace(copy=None), student))
-  expected = plain.copy()
-  for at, token, more in ((5, 7, 0.5), (6, 3, 1.5), (8, 5, 0.5), (9, 7, 1.5), (10, 3, 4.0)):
-    expected[at, token] += more  # the last 4 is followed by 10, which has no row
-  np.testing.assert_allclose(lifted, expected, atol=ATOL)
+  lifted, own_BTD = logits_of_text(student, tokens_BT, hidden_BTD)
+  expected = logits_of_text(student.replace(copy=None), tokens_BT, hidden_BTD)[0][0]
+  for token, first in ((4, 12), (10, 13)):  # of which the head has no rows
+    expected[first:, token] = np.asarray(own_BTD[0] @ target.params.embed[token])[first:]
+  for at, token, more in ((5, 7, 0.5), (6, 3, 1.5), (8, 5, 0.5), (9, 7, 1.5), (10, 3, 4.0), (14, 10, 0.5)):
+    expected[at, token] += more
+  np.testing.assert_allclose(lifted[0], expected, atol=ATOL)
 
 
 def test_scoring_one_token_scores_it_as_all(student, target):
@@ -212,15 +219,45 @@ def test_greedy_text_is_the_verifiers(student, target, tokenizer):
     assert done.tokens == plain.tokens
 
 
-def test_head_proposes_only_its_tokens(student, target):
+def test_head_proposes_its_tokens_and_a_copy_those_of_the_text(student, target):
   config = decode.DecodeConfig(num_draft=4, max_length=64, vocab_size=268)
-  state = fakes.start(target, student, prompts=[[5, 6]] * 8, max_new=40, config=config)
+  state = fakes.start(target, student, prompts=[[6, 8, 5, 6]] * 8, max_new=40, config=config)
   others = np.setdiff1d(np.arange(268), HEAD)
+  copied = 0
   for _ in range(4):
+    texts = fakes.texts(jax.tree.map(np.asarray, state.replace(keys=None)))
     state, info = decode.decode_step(target, student, cj.Exact(), cj.SamplingParams(), state, config)
-    assert np.isin(info.draft.tokens, HEAD).all()
-    assert (np.asarray(info.draft.probs)[..., others] == 0).all()
-    np.testing.assert_allclose(np.asarray(info.draft.probs).sum(-1), 1, atol=1e-5)
+    drafted, probs = np.asarray(info.draft.tokens), np.asarray(info.draft.probs)
+    np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
+    for row, text in enumerate(texts):
+      for k in range(4):
+        text_too = np.intersect1d([*text, *drafted[row, :k]], others) if student.copy is not None else []
+        np.testing.assert_array_equal(np.flatnonzero(probs[row, k]), np.union1d(HEAD, text_too))
+        copied += drafted[row, k] in text_too
+  assert (copied > 0) == (student.copy is not None)
+
+
+@pytest.mark.parametrize('quantized', [False, True])
+def test_copies_have_the_rows_of_the_verifiers_head(quantized):
+  target = model(tie_embeddings=False)
+  student = student_of(target, None, copy=2)
+  if quantized:
+    target = weights.to_int8(target)
+    student = student.replace(whole_head=target.params.head)
+  tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 12)))
+  logits_BTV, _ = logits_of_text(student, tokens_BT, None)
+  own_BTD = _read_text(student, tokens_BT, None)[2]
+  expected_BTV = np.asarray(layers_lib.logits(own_BTD, target.params.head))
+  assert not np.isin([4, 6, 8], HEAD).any()
+  for b, t in np.ndindex(2, 12):
+    for token in {4, 6, 8}:
+      seen = token in np.asarray(tokens_BT)[b, : t + 1]
+      assert np.isfinite(logits_BTV[b, t, token]) == seen
+  # Where nothing is lifted, the logits are the head's.
+  _, matched_BT = student_lib.latest_match(tokens_BT, jnp.broadcast_to(jnp.arange(12), (2, 12)), 2)
+  there = np.isfinite(logits_BTV) & (np.asarray(matched_BT) == 0)[..., None]
+  assert there[..., [4, 6, 8]].any()
+  np.testing.assert_allclose(logits_BTV[there], expected_BTV[there], atol=0.02 if quantized else ATOL)
 
 
 def test_window_hides_what_is_far(target):

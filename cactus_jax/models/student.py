@@ -1,13 +1,17 @@
 """A draft that was distilled from its verifier: a few layers between the verifier's own embedding and head.
 
-The embedding is the verifier's, and so are the rows of the head, of the R tokens that it writes most; all others have
-no probability in the draft's law, which costs acceptance and never exactness. Where `fuse` is there, the draft also
+The embedding is the verifier's, and so are the rows of the head, of the R tokens that it writes most; others have no
+probability in the draft's law, which costs acceptance and never exactness. Where `fuse` is there, the draft also
 reads the verifier's hidden states (Li et al., EAGLE, 2024): what enters its first layer at position p is a product of
 the token there and of what some of the verifier's layers (EAGLE-3, 2025) and its head were given at p - 1. Beyond the
 text that the verifier has read, that is what the draft's own head was given, and nothing of the lower ones.
 
-Where `copy` is there, the token that followed an earlier occurrence of the last few is lifted (prompt lookup, Saxena,
-2023, as a part of the law, with weights that are learned).
+Where `copy` is there, the tokens of the text have probability too, whether the head has rows for them or not, and the
+one that followed an earlier occurrence of the last few is lifted (prompt lookup, Saxena, 2023, as a part of the law,
+with weights that are learned).
+
+Columns of a law are the R rows of the head and, of a draft that copies, the S slots of its text: the column of a token
+that has no row is the slot where it first stands.
 """
 
 import dataclasses
@@ -24,7 +28,7 @@ import safetensors.numpy
 
 from cactus_jax import sharding
 from cactus_jax.models import cache as kv
-from cactus_jax.models import hf, int8, layers, transformer, weights
+from cactus_jax.models import hf, layers, transformer, weights
 from cactus_jax.models.config import from_hf_config, to_hf_config
 from cactus_jax.models.int8 import Int8
 from cactus_jax.models.transformer import Transformer
@@ -43,7 +47,8 @@ class StudentCache:
 
   layers: kv.KVCache  # of its own layers
   hidden: jax.Array | None  # [B, S, (1+N)*D], what it reads of the verifier, and its own beyond
-  tokens: jax.Array | None  # i32[B, S], where it looks for earlier occurrences
+  tokens: jax.Array | None  # i32[B, S], of which it copies
+  rows: jax.Array | None  # the rows that the verifier's head has for them, in G parts, [B, G, S, D/G], as keys are
 
 
 @flax.struct.dataclass
@@ -57,11 +62,12 @@ class Student:
   # Nats, f32[L]: what is added to the logit of the token that followed the last tokens when they stood there before,
   # for 1 to L tokens that are the same; see `latest_match`.
   copy: jax.Array | None = None
+  whole_head: jax.Array | Int8 | None = None  # the verifier's, of one that copies; None where it is the embedding
   # Those N, rising; None where there is no fuse.
   hidden_layers: tuple[int, ...] | None = flax.struct.field(pytree_node=False, default=None)
 
   def __call__(self, tokens_BT, positions_BT, cache):
-    """Logits f32[B, T, V], -inf for tokens without a row, and the cache with these tokens; see `Transformer`."""
+    """Logits f32[B, T, V], -inf for tokens without a column, and the cache with these tokens; see `Transformer`."""
     hidden_BTD, cache = self.run(tokens_BT, positions_BT, cache)
     return self._logits(hidden_BTD, positions_BT, cache), cache
 
@@ -75,7 +81,8 @@ class Student:
     """The draft's own hidden states [B, T, D], and the cache with these tokens."""
     x_BTD = transformer.embed(self.body.params, self.body.config, tokens_BT, self.mesh)
     if self.copy is not None:
-      cache = cache.replace(tokens=kv.write_positions(cache.tokens, tokens_BT, positions_BT, self.mesh))
+      cache = cache.replace(tokens=kv.write_positions(cache.tokens, tokens_BT, positions_BT, self.mesh),
+                            rows=kv.write(cache.rows, self.rows_of(tokens_BT), positions_BT, self.mesh))
     if self.fuse is not None:
       before_BT1 = jnp.maximum(positions_BT - 1, 0)[..., None]
       before_BTW = jnp.take_along_axis(cache.hidden, before_BT1, axis=1).astype(x_BTD.dtype)
@@ -90,20 +97,57 @@ class Student:
     return transformer.run_layers(self.body.params, self.body.config, x_BTD, positions_BT, cache, self.mesh, alone)
 
   def _logits(self, hidden_BTD, positions_BT, cache):
-    logits_BTR = self.head_logits(hidden_BTD, cache.tokens, positions_BT)
-    B, T, _ = logits_BTR.shape
+    columns_BV = self.columns(cache.tokens)
+    logits_BTC = self.column_logits(hidden_BTD, positions_BT, columns_BV, cache.tokens, cache.rows)
+    B, T, _ = logits_BTC.shape
     none_BT1 = jnp.full((B, T, 1), -jnp.inf)
-    return jnp.concatenate([logits_BTR, none_BT1], axis=-1)[..., self.row_of]
+    return jnp.take_along_axis(jnp.concatenate([logits_BTC, none_BT1], axis=-1), columns_BV[:, None], axis=-1)
 
-  def head_logits(self, hidden_BTD, tokens_BS, positions_BT):
-    """Logits f32[B, T, R] of the rows of its head; tokens_BS, the texts that it may copy from."""
-    logits_BTR = transformer.logits(self.body.params, self.body.config, hidden_BTD, self.mesh)
+  def rows_of(self, tokens_BT):
+    """The verifier's head for some tokens, in the parts that the cache has, [B, T, G, D/G]."""
+    rows_BTD = head_rows(self.body.params.embed if self.whole_head is None else self.whole_head, tokens_BT)
+    return rows_BTD.reshape(*tokens_BT.shape, *self._parts)
+
+  @property
+  def _parts(self):
+    """(G, D/G): in parts a row is written by a scatter, without which XLA's CPU backend would copy all of them."""
+    D, G = self.config.embed_dim, self.config.cache_heads
+    return (1, D) if D % G else (G, D // G)
+
+  def columns(self, tokens_BS):
+    """The column of each token of the vocabulary in the laws over a text, i32[B, V]; of one without, their number.
+
+    tokens_BS: what the text may have; None for a draft that copies nothing, whose laws are alike for all texts: [1, V].
+    """
+    if self.copy is None:
+      return self.row_of[None]
+    (B, S), R = tokens_BS.shape, len(self.head_ids)
+    first_BV = jnp.full((B, len(self.row_of)), S, jnp.int32)
+    first_BV = first_BV.at[jnp.arange(B)[:, None], tokens_BS].min(jnp.arange(S, dtype=jnp.int32)[None])
+    return jnp.where(self.row_of[None] < R, self.row_of[None], R + first_BV)
+
+  def column_logits(self, hidden_BTD, positions_BT, columns_BV, tokens_BS=None, rows_BGSH=None):
+    """Logits f32[B, T, C] of the columns, -inf for slots that are none or that stand after the position.
+
+    Args: columns_BV, of the texts; tokens_BS and rows_BGSH, the texts of a draft that copies, and the rows of them.
+    """
+    logits_BTR = transformer.logits(self.body.params, self.config, hidden_BTD, self.mesh)
     if self.copy is None:
       return logits_BTR
+    R, slots_S = logits_BTR.shape[-1], jnp.arange(tokens_BS.shape[1])
+    hidden_BTGH = hidden_BTD.reshape(*positions_BT.shape, *self._parts)
+    logits_BGST = jnp.einsum('BGSH,BTGH->BGST', rows_BGSH, hidden_BTGH, preferred_element_type=jnp.float32)
+    logits_BTS = logits_BGST.sum(axis=1).swapaxes(1, 2)
+    if self.config.logit_softcap is not None:
+      logits_BTS = layers.soft_cap(logits_BTS, self.config.logit_softcap)
+    is_first_BS = jnp.take_along_axis(columns_BV, tokens_BS, axis=1) == R + slots_S[None]
+    there_BTS = is_first_BS[:, None] & (slots_S[None, None] <= positions_BT[..., None])
+    logits_BTC = jnp.concatenate([logits_BTR, jnp.where(there_BTS, logits_BTS, -jnp.inf)], axis=-1)
     token_BT, matched_BT = latest_match(tokens_BS, positions_BT, len(self.copy))
     more_BT = jnp.concatenate([jnp.zeros(1), self.copy.astype(jnp.float32)])[matched_BT]
-    is_it_BTR = jnp.arange(logits_BTR.shape[-1])[None, None] == self.row_of[token_BT][..., None]
-    return logits_BTR + jnp.where(is_it_BTR, more_BT[..., None], 0)
+    column_BT = jnp.take_along_axis(columns_BV, token_BT, axis=1)
+    is_it_BTC = jnp.arange(logits_BTC.shape[-1])[None, None] == column_BT[..., None]
+    return logits_BTC + jnp.where(is_it_BTC, more_BT[..., None], 0)
 
   def as_read(self, own_BTD):
     """Its own hidden states as it reads them, [B, T, (1+N)*D]."""
@@ -152,7 +196,9 @@ class Student:
     return StudentCache(
         layers=self.body.init_cache(batch, length),
         hidden=None if width is None else room((batch, length, width), dtype),
-        tokens=None if self.copy is None else room((batch, length), jnp.int32))
+        tokens=None if self.copy is None else room((batch, length), jnp.int32),
+        rows=None if self.copy is None else sharding.constrain(
+            jnp.zeros((batch, self._parts[0], length, self._parts[1]), dtype), self.mesh, *kv.AXES))
 
   def observe(self, cache, target_cache):
     """The cache with the verifier's hidden states."""
@@ -211,10 +257,10 @@ def make_student(target, layer_params, final_norm, head_ids, *, fuse=None, copy=
   if reads != (None if fuse is None else fuse.shape):
     raise ValueError(f'hidden_layers={hidden_layers} need a fuse of shape {reads}.')
   params = transformer.Params(embed=target.params.embed, layers=tuple(layer_params), final_norm=final_norm,
-                              head=head_rows(target, head_ids))
+                              head=head_rows(_head(target), jnp.asarray(head_ids)).astype(target.params.embed.dtype))
   head_ids = np.asarray(head_ids, np.int32)
   return Student(Transformer(params, config, target.mesh, target.kv_dtype), jnp.asarray(head_ids),
-                 jnp.asarray(row_of(head_ids, config.vocab_size)), fuse, copy, hidden_layers)
+                 jnp.asarray(row_of(head_ids, config.vocab_size)), fuse, copy, _whole_head(target, copy), hidden_layers)
 
 
 def row_of(head_ids, vocab_size):
@@ -224,14 +270,21 @@ def row_of(head_ids, vocab_size):
   return rows
 
 
-def head_rows(target, head_ids):
-  """Rows of the verifier's head, [R, D], as floats."""
-  params = target.params
-  if target.config.tie_embeddings:
-    return params.embed[jnp.asarray(head_ids)]
-  if isinstance(params.head, Int8):
-    return int8.dequantize(params.head, 0).T[jnp.asarray(head_ids)].astype(params.embed.dtype)
-  return params.head[jnp.asarray(head_ids)]
+def _head(target):
+  """The verifier's head, [V, D], or [D, V] where it is `Int8`."""
+  return target.params.embed if target.config.tie_embeddings else target.params.head
+
+
+def _whole_head(target, copy):
+  """What a student needs of it beside the embedding."""
+  return None if copy is None or target.config.tie_embeddings else target.params.head
+
+
+def head_rows(head, tokens):
+  """Rows of a head for some tokens, [..., D], as floats."""
+  if isinstance(head, Int8):
+    return jnp.moveaxis(head.values[:, tokens].astype(jnp.float32) * head.scale[tokens][None], 0, -1)
+  return head[tokens]
 
 
 def new_student(target, layer_ids, head_ids, *, hidden_layers=None, copy=0, window=None) -> Student:
@@ -343,7 +396,7 @@ def load(folder, target, tokenizer, *, quantize=None) -> Student:
   if hidden_layers is not None:
     hidden_layers = transformer.check_hidden_layers(hidden_layers, target.config)
   names, mesh = hf.names_of(config), target.mesh
-  head = np.asarray(sharding.fetch(head_rows(target, head_ids)))
+  head = np.asarray(sharding.fetch(head_rows(_head(target), jnp.asarray(head_ids))))
   tensors[names['embed']] = head
   num_layers, window = config.num_layers, described['window']
   # The rows of the head stand in for the embedding while the rest is read.
@@ -361,7 +414,7 @@ def load(folder, target, tokenizer, *, quantize=None) -> Student:
                  place(row_of(head_ids, config.vocab_size)),
                  None if fuse is None else place(fuse.T.astype(target.params.embed.dtype)),
                  None if copy is None else place(copy.astype(np.float32)),
-                 hidden_layers)
+                 _whole_head(target, copy), hidden_layers)
 
 
 def as_transformer(student) -> Transformer:
