@@ -231,6 +231,8 @@ class _Job:
         vocab_size=len(tokenizer),
         eos_ids=text.end_tokens(target, tokenizer),
         hidden_layers=settings.hidden_layers)
+    for path in folder.glob('.shard-*.partial-*'):  # what a kill left of one
+      path.unlink()
     self._taken, self._digests, self.num_tokens, self._num_shards = set(), set(), num_tokens, 0
     for path in shards(folder):
       shard = _load(path, ('index', 'dropped', 'digest'))

@@ -159,7 +159,8 @@ def losses(p_BTN, q_BTN):
 
 def losses_by_pass(student, batch, config, filtered):
   """For each pass the losses, {name: f32[B, T]}."""
-  columns_BV, rows_BGSH = student.columns(batch.tokens), student.rows_of(batch.tokens).swapaxes(1, 2)
+  columns_BV = student.columns(batch.tokens)
+  rows_BGSH = None if student.copy is None else student.rows_of(batch.tokens).swapaxes(1, 2)
   columns_BTN, q_BTN = target_law(batch, columns_BV, config)
   positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
   hidden_BTW, past = batch.hidden if student.reads_hidden else None, None
@@ -367,7 +368,8 @@ class _Checkpoints:
     self._ocp, folder = ocp, pathlib.Path(folder).absolute()
     self._about = {'config': dataclasses.asdict(config), 'model': dataclasses.asdict(student.config),
                    'head_size': len(student.head_ids), 'hidden_layers': student.hidden_layers,
-                   'start': weights_lib.digest(student)}
+                   'copies_from': 'head' if student.copy is None else 'head and text',
+                   'start': weights_lib.digest(student.replace(whole_head=None))}
     self._about = json.loads(json.dumps(self._about))
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     try:

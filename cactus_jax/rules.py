@@ -357,7 +357,7 @@ class _Clamped(TargetRule):
 
   def _bounds(self, p, q):
     """(a q, b q). Where q is 0 its slope, which may be beyond float32, counts as 0."""
-    q = jnp.where(q > 0, q, 0.0)
+    q = jnp.where(q == 0, 0.0, q)
     a, b = self._factors(p, q)
     return a * q, b * q
 

@@ -56,9 +56,10 @@ _HIDDEN_LAYERS = flags.DEFINE_list('hidden_layers', None, 'With --reads_hidden: 
                                    'input is read beside what its head is given; by default those at a third and two '
                                    'thirds.')
 _COPY = flags.DEFINE_integer('copy', 4, 'The last tokens that are compared to lift the token that followed them '
-                             'before; 0 lifts none.', 0)
+                             'before, where all tokens of the text can be proposed; 0: none is copied.', 0)
 _WINDOW = flags.DEFINE_integer('window', None, 'Positions that a token of the draft sees; by default all.', 1)
-_HEAD = flags.DEFINE_integer('head_size', 8192, 'Tokens the draft can propose: those the verifier writes most.', 1)
+_HEAD = flags.DEFINE_integer('head_size', 8192, 'Rows of the draft\'s head, for the tokens the verifier writes most.',
+                             1)
 _LOSS = flags.DEFINE_list('loss', ['forward_kl:0.1', 'tv:1'], f'Losses and weights, of {", ".join(distill.LOSSES)}.')
 # What the fields of DistillConfig are called on the command line, and what they do.
 TRAINING = {
@@ -153,7 +154,7 @@ def new_student(target, head_ids) -> student_lib.Student:
 
 
 def head_size(target) -> int:
-  """Tokens that the draft can propose."""
+  """Rows of the draft's head."""
   return min(_HEAD.value, target.config.vocab_size)
 
 

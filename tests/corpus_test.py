@@ -230,7 +230,9 @@ def test_a_kill_loses_nothing_that_is_whole(write, monkeypatch, tmp_path, uninte
       write(**options)
   before = contents(tmp_path / 'corpus')
   assert len(before) == 1 or moment not in ('in a file', 'before a rename', 'after a rename')
+  (tmp_path / 'corpus' / '.shard-00007.npz.partial-0').write_bytes(b'what a kill without warning leaves')
   folder = write(prompts=PROMPTS)
+  assert not list(folder.glob('.*'))
   files = contents(folder)
   assert all(files[name] == content for name, content in before.items()) and len(files) > 3
   check_whole(folder, write.num_tokens, uninterrupted)

@@ -12,7 +12,7 @@ import pytest
 
 from cactus_jax import divergence
 from cactus_jax.records import check_number, per_row
-from cactus_jax.rules import Cactus, CactusExact, Exact
+from cactus_jax.rules import Cactus, CactusExact, Clamp, Exact, Lenience, Mentored
 from tests import fakes, laws
 
 VOCABS = (2, 3, 7)
@@ -244,6 +244,13 @@ def test_output_law_holds_up_over_a_large_vocabulary():
   assert np.sum(np.maximum(p - gamma, 0)) > 0.01
   assert np.abs(got - expected).sum() < 1e-4
   np.testing.assert_allclose(got, expected, rtol=0.01, atol=1e-8)
+
+
+@pytest.mark.parametrize('rule', [Clamp(0.5), Lenience(2.0), Mentored(0.1)], ids=repr)
+def test_a_law_that_is_none_stays_none(rule):
+  """And so ends its row."""
+  p, q = jnp.array([0.5, 0.5, 0.0]), jnp.array([0.5, jnp.nan, 0.0])
+  assert np.isnan(rule.target(p, q)).any() and np.isnan(rule.output_law(p, q)).any()
 
 
 @pytest.mark.parametrize(

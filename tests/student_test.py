@@ -239,7 +239,7 @@ def test_head_proposes_its_tokens_and_a_copy_those_of_the_text(student, target):
 
 @pytest.mark.parametrize('quantized', [False, True])
 def test_copies_have_the_rows_of_the_verifiers_head(quantized):
-  target = model(tie_embeddings=False)
+  target = model(tie_embeddings=False, logit_softcap=2.0)
   student = student_of(target, None, copy=2)
   if quantized:
     target = weights.to_int8(target)
@@ -247,7 +247,7 @@ def test_copies_have_the_rows_of_the_verifiers_head(quantized):
   tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 12)))
   logits_BTV, _ = logits_of_text(student, tokens_BT, None)
   own_BTD = _read_text(student, tokens_BT, None)[2]
-  expected_BTV = np.asarray(layers_lib.logits(own_BTD, target.params.head))
+  expected_BTV = np.asarray(layers_lib.soft_cap(layers_lib.logits(own_BTD, target.params.head), 2.0))
   assert not np.isin([4, 6, 8], HEAD).any()
   for b, t in np.ndindex(2, 12):
     for token in {4, 6, 8}:
@@ -258,6 +258,24 @@ def test_copies_have_the_rows_of_the_verifiers_head(quantized):
   there = np.isfinite(logits_BTV) & (np.asarray(matched_BT) == 0)[..., None]
   assert there[..., [4, 6, 8]].any()
   np.testing.assert_allclose(logits_BTV[there], expected_BTV[there], atol=0.02 if quantized else ATOL)
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('quantized', [False, True])
+def test_a_folder_for_an_untied_verifier(quantized, tokenizer, tmp_path):
+  """In bfloat16: its own head is what the text is copied by."""
+  target = model(tie_embeddings=False)
+  student_lib.save(tmp_path / 'draft', student_of(target, None, copy=2), tokenizer)
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)
+  half = weights.to_int8(half) if quantized else half
+  found = student_lib.load(tmp_path / 'draft', half, tokenizer)
+  tokens_BT = jnp.array([[4, 5, 6, 8, 5, 9]])
+  logits_BTV, cache = found(tokens_BT, jnp.arange(6)[None], found.init_cache(1, 8))
+  assert cache.rows.dtype == jnp.bfloat16
+  expected_BTV, _ = logits_of_text(student_of(target, None, copy=2), tokens_BT, None)
+  there = np.isfinite(expected_BTV)
+  np.testing.assert_array_equal(np.isfinite(logits_BTV), there)
+  np.testing.assert_allclose(np.asarray(logits_BTV)[there], expected_BTV[there], atol=0.2)
 
 
 def test_window_hides_what_is_far(target):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from cactus_jax.models import int8
 from cactus_jax.models.int8 import Int8
 
-FEW = 16  # tokens, up to which a product with a head is bound by reading it
+FEW = 16  # tokens, up to which a product is bound by reading the matrix
 
 
 def matmul(x_BTD, weight_DF, rows=None):
@@ -16,9 +16,9 @@ def matmul(x_BTD, weight_DF, rows=None):
   B, T, D = x_BTD.shape
   if isinstance(weight_DF, Int8):
     return _int8_product(x_BTD, weight_DF).astype(x_BTD.dtype)
-  if B * T > FEW:
-    return x_BTD @ weight_DF
   if (B * T if rows is None else rows) > 1:
+    if B * T > FEW:
+      return x_BTD @ weight_DF
     return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=_columns_on_the_left, default=jnp.matmul)
   on_cpu = _matvec_in_quarters if B * T == 1 and D % 4 == 0 else jnp.matmul
   return jax.lax.platform_dependent(x_BTD, weight_DF, cpu=on_cpu, tpu=_as_eight(jnp.matmul), default=jnp.matmul)
@@ -30,9 +30,9 @@ def logits(x_BTD, head_VD, rows=None):
     return _int8_product(x_BTD, head_VD)
   product = lambda x_BTD, head_VD: jnp.einsum('BTD,VD->BTV', x_BTD, head_VD, preferred_element_type=jnp.float32)
   count = x_BTD.shape[0] * x_BTD.shape[1]
-  if count > FEW:
-    return product(x_BTD, head_VD)
   if (count if rows is None else rows) > 1:
+    if count > FEW:
+      return product(x_BTD, head_VD)
     return jax.lax.platform_dependent(x_BTD, head_VD, cpu=_matrix_on_the_left, default=product)
   return jax.lax.platform_dependent(x_BTD, head_VD, tpu=_as_eight(product), default=product)
 

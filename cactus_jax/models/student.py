@@ -28,7 +28,7 @@ import safetensors.numpy
 
 from cactus_jax import sharding
 from cactus_jax.models import cache as kv
-from cactus_jax.models import hf, layers, transformer, weights
+from cactus_jax.models import hf, int8, layers, transformer, weights
 from cactus_jax.models.config import from_hf_config, to_hf_config
 from cactus_jax.models.int8 import Int8
 from cactus_jax.models.transformer import Transformer
@@ -104,13 +104,15 @@ class Student:
     return jnp.take_along_axis(jnp.concatenate([logits_BTC, none_BT1], axis=-1), columns_BV[:, None], axis=-1)
 
   def rows_of(self, tokens_BT):
-    """The verifier's head for some tokens, in the parts that the cache has, [B, T, G, D/G]."""
-    rows_BTD = head_rows(self.body.params.embed if self.whole_head is None else self.whole_head, tokens_BT)
+    """The verifier's head for tokens of a draft that copies, in the parts that the cache has, [B, T, G, D/G]."""
+    embed = self.body.params.embed
+    rows_BTD = head_rows(embed if self.whole_head is None else self.whole_head, tokens_BT).astype(embed.dtype)
     return rows_BTD.reshape(*tokens_BT.shape, *self._parts)
 
   @property
   def _parts(self):
-    """(G, D/G): in parts a row is written by a scatter, without which XLA's CPU backend would copy all of them."""
+    """(G, D/G): XLA's CPU backend writes a row in parts by a scatter, and a whole one, where D has no G parts, or one
+    only, by copying all rows."""
     D, G = self.config.embed_dim, self.config.cache_heads
     return (1, D) if D % G else (G, D // G)
 
@@ -245,8 +247,8 @@ def make_student(target, layer_params, final_norm, head_ids, *, fuse=None, copy=
                  window=None) -> Student:
   """A student around given layers, in the verifier's dtype and on its mesh (where layers and fuse must be already).
 
-  Args: target, the verifier, a Transformer; layer_params, a tuple of `Layer`; head_ids, the tokens it scores, rising;
-    fuse, copy and hidden_layers, as `Student` has them.
+  Args: target, the verifier, a Transformer; layer_params, a tuple of `Layer`; head_ids, the tokens that its head has
+    rows for, rising; fuse, copy and hidden_layers, as `Student` has them.
   Raises: ValueError for a fuse that does not read these layers of this verifier.
   """
   config = student_config(target.config, len(layer_params), window)
@@ -256,9 +258,10 @@ def make_student(target, layer_params, final_norm, head_ids, *, fuse=None, copy=
   reads = None if hidden_layers is None else ((2 + len(hidden_layers)) * D, D)
   if reads != (None if fuse is None else fuse.shape):
     raise ValueError(f'hidden_layers={hidden_layers} need a fuse of shape {reads}.')
-  params = transformer.Params(embed=target.params.embed, layers=tuple(layer_params), final_norm=final_norm,
-                              head=head_rows(_head(target), jnp.asarray(head_ids)).astype(target.params.embed.dtype))
   head_ids = np.asarray(head_ids, np.int32)
+  rows = head_rows(_head(target), jnp.asarray(head_ids))
+  params = transformer.Params(embed=target.params.embed, layers=tuple(layer_params), final_norm=final_norm,
+                              head=rows.astype(target.params.embed.dtype))
   return Student(Transformer(params, config, target.mesh, target.kv_dtype), jnp.asarray(head_ids),
                  jnp.asarray(row_of(head_ids, config.vocab_size)), fuse, copy, _whole_head(target, copy), hidden_layers)
 
@@ -283,7 +286,7 @@ def _whole_head(target, copy):
 def head_rows(head, tokens):
   """Rows of a head for some tokens, [..., D], as floats."""
   if isinstance(head, Int8):
-    return jnp.moveaxis(head.values[:, tokens].astype(jnp.float32) * head.scale[tokens][None], 0, -1)
+    return jnp.moveaxis(int8.dequantize(Int8(head.values[:, tokens], head.scale[tokens]), 0), 0, -1)
   return head[tokens]
 
 
