@@ -120,25 +120,27 @@ def main():
   machine = common.machine()
   print(f'{common.describe()}; {machine}', flush=True)
   longest = max([num for _, num in chosen.values() if num != 'auto' and num] or [1])
-  figures, totals = [], {name: np.zeros(4) for name in chosen}
-  overall, compiled = np.zeros(2), set()
-  with tqdm(total=sum(map(len, prompts.values())), unit='prompt') as bar:
-    for category, those in prompts.items():
-      sums, acceptance = {name: np.zeros(4) for name in chosen}, np.zeros(2)
-      for prompt in those:
-        common.stop_if_interrupted()
-        length = len(text.encode([prompt], tokenizer, options['raw'])[0])
-        shape = text.bucket(length), text.bucket(length + new_tokens)
-        for name, values in measure(prompt, chosen, options, shape in compiled).items():
-          sums[name] += values
-        compiled.add(shape)
-        if _ACCEPTANCE_ROUNDS.value:
-          acceptance += exact_acceptance(prompt, longest, options)
-        bar.update()
-      figures += table(category, sums, acceptance)
-      totals = {name: totals[name] + sums[name] for name in chosen}
-      overall += acceptance
-  figures += table('all', totals, overall)
+
+  def shape_of(prompt):
+    length = len(text.encode([prompt], tokenizer, options['raw'])[0])
+    return text.bucket(length), text.bucket(length + new_tokens)
+
+  names = [*prompts, 'all']
+  sums = {category: {name: np.zeros(4) for name in chosen} for category in names}
+  acceptance, compiled = {category: np.zeros(2) for category in names}, None
+  todo = sorted(((shape_of(prompt), category, prompt) for category in prompts for prompt in prompts[category]),
+                key=lambda one: one[0])
+  for shape, category, prompt in tqdm(todo, unit='prompt'):
+    common.stop_if_interrupted()
+    if shape != compiled:
+      jax.clear_caches()  # a process can hold some hundred programs, and here each shape has dozens
+    measured = measure(prompt, chosen, options, shape == compiled)
+    accepted = exact_acceptance(prompt, longest, options) if _ACCEPTANCE_ROUNDS.value else np.zeros(2)
+    compiled = shape
+    for where in (category, 'all'):
+      acceptance[where] += accepted
+      sums[where] = {name: sums[where][name] + measured[name] for name in chosen}
+  figures = [row for category in names for row in table(category, sums[category], acceptance[category])]
   print(shown(figures, chosen))
   for figure in figures if rows else ():
     rows.append({'date': time.strftime('%Y-%m-%d'), 'jax': jax.__version__, 'machine': machine,
