@@ -6,7 +6,7 @@
 
 One prompt is streamed. A file of prompts shows a progress bar, and every answer is on disk before the next batch
 starts: the same command again goes on where it stopped. A table follows: tokens per verifier call, acceptance, seconds.
-The default model needs 1 GB of memory and writes some 30 tokens a second on two CPU cores.
+The default model needs 1 GB of memory and writes 20 to 70 tokens a second on two CPU cores.
 
 All devices are used: --mesh_data=2 --mesh_model=4 has four share each answer, and two such groups share the prompts.
 On hosts of one TPU pod, GKE or SLURM job start the same command on each with --distributed; elsewhere with

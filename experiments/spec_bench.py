@@ -30,7 +30,7 @@ _PROMPT_FIELD = flags.DEFINE_string('turns_field', 'turns', 'Where a line has it
                                     'which the first is taken.')
 _CATEGORY_FIELD = flags.DEFINE_string('category_field', 'category', 'Where a line has its category; one without has '
                                       'that of the file.')
-_PER_CATEGORY = flags.DEFINE_integer('per_category', 2, 'Prompts of each category.')
+_PER_CATEGORY = flags.DEFINE_integer('per_category', 2, 'Prompts of each category.', 1)
 _MAX_PROMPT = flags.DEFINE_integer('longest_prompt', 512, 'Longer prompts are passed over, tokens.')
 _ARMS = flags.DEFINE_list(
     'arms', ['exact:2', 'exact:3', 'exact:5', 'exact:auto', 'rule:3', 'rule:5', 'rule:auto'], 'What to compare.',
@@ -118,7 +118,9 @@ def main():
   options = dict(target=target, tokenizer=tokenizer, draft=draft, draft_tokenizer=draft_tokenizer,
                  sampling=common.sampling(), max_new_tokens=new_tokens, raw=common.text_options()['raw'])
   machine = common.machine()
-  print(f'{common.describe()}; {machine}', flush=True)
+  how = ''.join(f', {name} {value}' for name, value in common.held().items() if value)
+  print(f'verifier {settings["verifier"]}{how}; draft {common.draft_name()}; {", ".join(chosen)}, of which rule is '
+        f'{common.rule()}; {machine}', flush=True)
   longest = max([num for _, num in chosen.values() if num != 'auto' and num] or [1])
 
   def shape_of(prompt):

@@ -18,7 +18,7 @@ draft=lookup # an answer to this prompt repeats it, and is copied from it
 case ${1--} in
   -h | --help) printf '%s\n' "$usage"; exit ;;
   -*) ;;
-  *) prompt=$1; draft=; shift ;;
+  *) prompt=$1; draft=; shift; set -- --num_draft=3 "$@" ;; # of the distilled draft's numbers the best with Cactus
 esac
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
