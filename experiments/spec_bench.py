@@ -55,7 +55,7 @@ def arms() -> dict:
 
 
 def read_prompts(tokenizer) -> dict:
-  """{category: prompts}."""
+  """{category: [(prompt, its length in tokens)]}."""
   if not _DATA.value:
     raise ValueError('--data is missing: name a JSONL file of prompts.')
 
@@ -72,8 +72,9 @@ def read_prompts(tokenizer) -> dict:
     kept = found.setdefault(row.get(_CATEGORY_FIELD.value, os.path.basename(_DATA.value)), [])
     if len(kept) < _PER_CATEGORY.value:
       prompt = prompt_of(row)
-      if len(text.encode([prompt], tokenizer, common.text_options()['raw'])[0]) <= _MAX_PROMPT.value:
-        kept.append(prompt)
+      length = len(text.encode([prompt], tokenizer, common.text_options()['raw'])[0])
+      if length <= _MAX_PROMPT.value:
+        kept.append((prompt, length))
   found = {category: prompts for category, prompts in found.items() if prompts}
   if not found:
     raise ValueError(f'{_DATA.value} holds no prompts of at most --longest_prompt={_MAX_PROMPT.value} tokens.')
@@ -118,20 +119,14 @@ def main():
   options = dict(target=target, tokenizer=tokenizer, draft=draft, draft_tokenizer=draft_tokenizer,
                  sampling=common.sampling(), max_new_tokens=new_tokens, raw=common.text_options()['raw'])
   machine = common.machine()
-  how = ''.join(f', {name} {value}' for name, value in common.held().items() if value)
-  print(f'verifier {settings["verifier"]}{how}; draft {common.draft_name()}; {", ".join(chosen)}, of which rule is '
+  print(f'{common.describe_verifier()}; draft {common.draft_name()}; {", ".join(chosen)}, of which rule is '
         f'{common.rule()}; {machine}', flush=True)
-  longest = max([num for _, num in chosen.values() if num != 'auto' and num] or [1])
-
-  def shape_of(prompt):
-    length = len(text.encode([prompt], tokenizer, options['raw'])[0])
-    return text.bucket(length), text.bucket(length + new_tokens)
-
+  longest = max(num for _, num in chosen.values() if num != 'auto') or 1
   names = [*prompts, 'all']
   sums = {category: {name: np.zeros(4) for name in chosen} for category in names}
   acceptance, compiled = {category: np.zeros(2) for category in names}, None
-  todo = sorted(((shape_of(prompt), category, prompt) for category in prompts for prompt in prompts[category]),
-                key=lambda one: one[0])
+  todo = sorted((((text.bucket(length), text.bucket(length + new_tokens)), category, prompt)
+                 for category in prompts for prompt, length in prompts[category]), key=lambda one: one[0])
   for shape, category, prompt in tqdm(todo, unit='prompt'):
     common.stop_if_interrupted()
     if shape != compiled:

@@ -25,11 +25,15 @@ class KVCache:
 def init(config, batch, length, dtype, mesh=None):
   """An empty cache of `length` slots a row, of floats or, for the dtype int8, `Int8`."""
   shape = (batch, config.cache_heads, length, config.head_dim)
-  zeros = lambda shape, dtype: sharding.constrain(jnp.zeros(shape, dtype), mesh, *AXES[: len(shape)])
-  empty = lambda: (Int8(values=zeros(shape, dtype), scale=zeros(shape[:3], jnp.float32)) if dtype == jnp.int8 else
-                   zeros(shape, dtype))
+  empty = lambda: (Int8(values=init_by_head(shape, dtype, mesh), scale=init_by_head(shape[:3], jnp.float32, mesh))
+                   if dtype == jnp.int8 else init_by_head(shape, dtype, mesh))
   return KVCache(k=tuple(empty() for _ in range(config.num_layers)),
                  v=tuple(empty() for _ in range(config.num_layers)))
+
+
+def init_by_head(shape, dtype, mesh=None):
+  """Room for what `write` writes, [B, G, S, H] or [B, G, S]."""
+  return sharding.constrain(jnp.zeros(shape, dtype), mesh, *AXES[: len(shape)])
 
 
 def init_positions(shape, dtype, mesh=None):

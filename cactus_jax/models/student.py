@@ -194,13 +194,13 @@ class Student:
   def init_cache(self, batch, length):
     """An empty cache."""
     dtype, room = self.body.params.embed.dtype, functools.partial(kv.init_positions, mesh=self.mesh)
+    G, H = self._parts
     width = None if self.fuse is None else self.fuse.shape[0] - self.config.embed_dim
     return StudentCache(
         layers=self.body.init_cache(batch, length),
         hidden=None if width is None else room((batch, length, width), dtype),
         tokens=None if self.copy is None else room((batch, length), jnp.int32),
-        rows=None if self.copy is None else sharding.constrain(
-            jnp.zeros((batch, self._parts[0], length, self._parts[1]), dtype), self.mesh, *kv.AXES))
+        rows=None if self.copy is None else kv.init_by_head((batch, G, length, H), dtype, self.mesh))
 
   def observe(self, cache, target_cache):
     """The cache with the verifier's hidden states."""

@@ -330,13 +330,18 @@ def distilled_folder(name):
   return folder
 
 
+def describe_verifier() -> str:
+  """Which it is, and how it is held."""
+  how = ''.join(f', {name} {value}' for name, value in held().items() if value)
+  return f'verifier {settings()["verifier"]}{how}'
+
+
 def describe(mesh=None) -> str:
   """One line that says what is about to run, and on which mesh."""
   tokens = 'as many tokens a round as pay' if FLAGS.num_draft == 'auto' else f'{FLAGS.num_draft} tokens a round'
   drafting = 'no draft' if draft_name() == 'none' else f'draft {draft_name()}, {tokens}'
   by_block = ', verified by blocks' if FLAGS.block_verification else ''
-  how = ''.join(f', {name} {value}' for name, value in held().items() if value)
-  line = f'verifier {settings()["verifier"]}{how}; {drafting}; rule {rule()}{by_block}'
+  line = f'{describe_verifier()}; {drafting}; rule {rule()}{by_block}'
   if mesh is None:
     return line
   axes = ' x '.join(f'{name}={size}' for name, size in mesh.shape.items())
