@@ -278,7 +278,7 @@ def _num_draft(draft, config):
   return 0 if draft is None else config.num_draft
 
 
-def propose(draft, sampling, state, keys, config):
+def propose(draft, sampling, state, keys, config, back=None):
   """Up to K tokens for each row with their laws, and the draft's cache.
 
   A draft model first re-reads the last two tokens of the text: after a round in which everything was kept it has not
@@ -288,6 +288,9 @@ def propose(draft, sampling, state, keys, config):
   With stop_entropy the draft of a row ends before the first token whose law has a larger entropy. That law depends on
   the tokens before it only, never on the one drawn there, so what is kept has the law that it would have in a round of
   any length. Once all rows have ended, no further step is computed.
+
+  back: how many tokens a draft that reads hidden states re-reads, one more than the round before drafted; None: than
+    the buffers are made for.
   """
   if draft is None:
     B = state.length.shape[0]
@@ -298,14 +301,7 @@ def propose(draft, sampling, state, keys, config):
     return draft.propose(state.tokens, state.length, config.num_draft, config.vocab_size), None
 
   uniforms_BK = uniforms(keys, Role.DRAFT, config.num_draft)
-  # The K of the buffers, not of this round: the one before may have drafted more.
-  back = state.stats.accepted.shape[1] + 1 if _reads_hidden(draft) else 2
-  # A text shorter than that is read from its start; what follows its end is overwritten.
-  first_B1 = jnp.maximum(state.length[:, None] - back, 0)
-  last_BT = first_B1 + jnp.arange(back)[None]
-  cache = _see(draft, state.draft_cache, state.target_cache)
-  logits_B1V, cache = _score_one(
-      draft, jnp.take_along_axis(state.tokens, last_BT, axis=1), last_BT, cache, state.length - 1 - first_B1[:, 0])
+  logits_B1V, cache = _re_read(draft, state, (back or _most_added(state)) if _reads_hidden(draft) else 2)
 
   def draw(logits_B1V, uniform_B):
     probs_BV = to_probs(_masked(logits_B1V, config), sampling)[:, 0]
@@ -342,6 +338,21 @@ def propose(draft, sampling, state, keys, config):
       probs=jnp.concatenate([first_BV[:, None], probs_KBV.swapaxes(0, 1)], axis=1),
       num_drafted=going_B.astype(jnp.int32) + jnp.sum(going_KB, axis=0, dtype=jnp.int32),
   ), cache
+
+
+def _most_added(state):
+  """Tokens that a round can have added, whatever it drafted: one more than the K of the buffers."""
+  return state.stats.accepted.shape[1] + 1
+
+
+def _re_read(draft, state, count):
+  """The draft's logits after the text, [B, 1, V], and its cache with the last tokens read again."""
+  # A text shorter than that is read from its start; what follows its end is overwritten.
+  first_B1 = jnp.maximum(state.length[:, None] - count, 0)
+  last_BT = first_B1 + jnp.arange(count)[None]
+  cache = _see(draft, state.draft_cache, state.target_cache)
+  return _score_one(
+      draft, jnp.take_along_axis(state.tokens, last_BT, axis=1), last_BT, cache, state.length - 1 - first_B1[:, 0])
 
 
 def _score_one(model, tokens_BT, positions_BT, cache, index_B):
@@ -462,10 +473,10 @@ def settled(rule, sampling, batch, draft, config):
   return per_row(rule, batch, slots=_num_draft(draft, config)), per_row(sampling, batch)
 
 
-def _decode_step(target, draft, rule, sampling, state, config):
+def _decode_step(target, draft, rule, sampling, state, config, back=None):
   keys = sampling_lib.round_keys(state.keys, state.round)
   with jax.named_scope('draft'):
-    drafted, draft_cache = propose(draft, sampling, state, keys, config)
+    drafted, draft_cache = propose(draft, sampling, state, keys, config, back)
   with jax.named_scope('score'):
     target_probs, logits_BTV, target_cache = score(target, sampling, state, drafted, config)
   drafted = _as_wide(drafted, target_probs.shape[-1])
@@ -504,6 +515,10 @@ def _loop(state):
 
 
 def _generate(target, draft, rule, sampling, state, max_rounds, config):
+  back = config.num_draft + 1
+  if _reads_hidden(draft) and back < _most_added(state):
+    # The round before this call may have drafted more than those of it do. Read here, once, it need not be in each.
+    state = state.replace(draft_cache=_re_read(draft, state, _most_added(state))[1])
 
   def unfinished(carry):
     state, rounds = carry
@@ -511,7 +526,7 @@ def _generate(target, draft, rule, sampling, state, max_rounds, config):
 
   def one_round(carry):
     state, rounds = carry
-    state, _ = _decode_step(target, draft, rule, sampling, state, config)
+    state, _ = _decode_step(target, draft, rule, sampling, state, config, back)
     return state, rounds + 1
 
   state, _ = jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))

@@ -192,6 +192,12 @@ class CompileClock:
       reached = max(reached, end)
     return total
 
+  def count(self, work):
+    """Counts all the time that work() takes."""
+    start = time.perf_counter()
+    work()
+    self._spans.append((start, time.perf_counter()))
+
   @contextlib.contextmanager
   def running(self):
     """Counts while the context is open."""

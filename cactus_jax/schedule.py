@@ -25,11 +25,11 @@ from cactus_jax.sampling import to_probs
 
 # Numbers of drafted tokens to choose from, up to the largest allowed, which is one too: each is a program to compile.
 CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-# Rounds from one choice to the next.
-ROUNDS_PER_CHOICE = 8
+# Rounds from one choice to the next: as many as there were, between these. (Each choice ends a call of the program.)
+LEAST_ROUNDS, MOST_ROUNDS = 4, 16
 # Before anything is known of the drafts, as if so many tokens had been put to the test and this share of them kept. The
 # share is high since a draft that is not tried is never known.
-PRIOR_TESTS, PRIOR_RATE = 4.0, 0.8
+PRIOR_TESTS, PRIOR_RATE = 4.0, 0.7
 # The number changes only for a gain of so much: predictions are no better than that.
 LEAST_GAIN = 0.03
 # Costs are medians of TURNS, each of STEPS passes, so that calling a compiled program is not counted as running it.
@@ -129,11 +129,16 @@ class Chooser:
   """The host's view of the drafts of a batch, and how many tokens the next rounds draft: `num_draft`."""
 
   def __init__(self, costs, max_num_draft, batch):
-    self._costs, self._rounds = costs, 0
+    self._costs, self._rounds, self._due = costs, 0, 1 + LEAST_ROUNDS
     self._seen = np.zeros(batch, int), np.zeros((batch, max_num_draft), int)
     self._reached = np.zeros((batch, max_num_draft), int)
     self.calls = np.zeros(max_num_draft + 1, int)  # verifier calls, rows together, by the number of drafted tokens
     self.num_draft = best_num_draft(costs, *np.zeros((2, max_num_draft)))
+
+  @property
+  def rounds_to_choice(self):
+    """How many more rounds are decoded with `num_draft` tokens, at most."""
+    return self._due - self._rounds
 
   def look(self, rounds_B, accepted_BK, done_B):
     """Takes note of rounds of num_draft tokens, and of `num_draft` for the next; of the rows that go on, all count.
@@ -151,7 +156,8 @@ class Chooser:
     self._reached[:, 1:K] += (accepted_BK - before_BK)[:, : K - 1]
     self._seen = rounds_B, accepted_BK
     # The host may look more often, as it does to stream; the choices are the same.
-    if self._rounds > 1 and self._rounds % ROUNDS_PER_CHOICE == 1:
+    if self._rounds >= self._due:
+      self._due = self._rounds + min(max(self._rounds - 1, LEAST_ROUNDS), MOST_ROUNDS)
       live_B = ~done_B
       self.num_draft = best_num_draft(
           self._costs, accepted_BK[live_B].sum(axis=0), self._reached[live_B].sum(axis=0), K)

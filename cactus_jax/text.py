@@ -477,6 +477,7 @@ class _Run:
     self._target, self._draft = self._models
     if self._auto:
       self._chooser = schedule.Chooser(self._costs, self.config.num_draft, len(self._prompt_length))
+      self._number = self._chooser.num_draft  # that whose program decodes
       self._draft = self._draft if self._chooser.num_draft else None
     self.state = decode.prefill(self._target, self._draft, *self._inputs, self.config)
     self._advance(1)
@@ -485,14 +486,23 @@ class _Run:
     config = self.config
     if self._auto and self._draft is not None:
       config = dataclasses.replace(config, num_draft=self._chooser.num_draft)
-      max_rounds = min(max_rounds or schedule.ROUNDS_PER_CHOICE, schedule.ROUNDS_PER_CHOICE)
-    self.state = decode.generate(
-        self._target, self._draft, self._rule, self._sampling, self.state, config, max_rounds)
+      most = self._chooser.rounds_to_choice
+      max_rounds = min(max_rounds or most, most)
+    if self._auto and self._number != self._chooser.num_draft:
+      # Another program. It is made by a call of no rounds, since all of that is compiling, of which JAX's own count
+      # misses a part.
+      self._clock.count(lambda: self._loop(config, 0))
+      self._number = self._chooser.num_draft
+    self._loop(config, max_rounds)
     self._tokens, self._length, self._done = sharding.fetch((self.state.tokens, self.state.length, self.state.done))
     if self._auto:
       self._choose()
     if self.stop:
       self._look_for_stops()
+
+  def _loop(self, config, max_rounds):
+    self.state = jax.block_until_ready(decode.generate(
+        self._target, self._draft, self._rule, self._sampling, self.state, config, max_rounds))
 
   def _choose(self):
     self._chooser.look(*sharding.fetch((self.state.round, self.state.stats.accepted)), self._done)

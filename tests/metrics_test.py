@@ -120,6 +120,22 @@ def test_clock_counts_nested_and_overlapping_events_once(event):
   assert clock.seconds == pytest.approx((104 - 101) + (108 - 105))
 
 
+def test_clock_counts_all_of_some_work(monkeypatch):
+  """What JAX does not tell of too, and what it tells of only once."""
+  clock, now = metrics.CompileClock(), [100.0]
+  monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
+
+  def work():
+    now[0] = 104.0
+    jax.monitoring.record_event_duration_secs('/jax/core/compile/backend_compile_duration', 3)  # 101..104
+    now[0] = 105.0
+
+  with clock.running():
+    clock.count(work)
+    now[0] = 107.0
+  assert clock.seconds == pytest.approx(105 - 100)
+
+
 def test_clock_counts_only_compiling_and_only_while_open(event):
   clock = metrics.CompileClock()
   event(101, 1)

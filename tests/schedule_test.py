@@ -124,21 +124,26 @@ def test_a_position_is_reached_where_the_one_before_was_kept():
 
 
 def test_choices_do_not_depend_on_how_often_the_host_looks():
-  """They are made after 9, 17, ... rounds, whether it streams or not."""
-  kept = np.random.default_rng(3).binomial(1, 0.5, size=(33, 2, MOST)).cumprod(axis=2)
+  """They are made after 5, 9, 17, 33, ... rounds, whether it streams or not."""
+  changes = set()
 
-  def numbers(size):
-    chooser, accepted, used = Chooser(CHEAP, MOST, batch=2), np.zeros((2, MOST), int), []
-    for start, stop in itertools.pairwise([0, 1, *range(1 + size, 34, size)]):
+  def numbers(size, kept):
+    chooser, accepted, used, step = Chooser(CHEAP, MOST, batch=2), np.zeros((2, MOST), int), [], 1
+    while len(used) < len(kept):
+      start, stop = len(used), min(len(used) + step, len(kept))
       used += [chooser.num_draft] * (stop - start)
       accepted[:, : used[-1]] += kept[start:stop, :, : used[-1]].sum(axis=0)
       chooser.look(np.full(2, stop), accepted.copy(), np.zeros(2, bool))
+      step = min(size, chooser.rounds_to_choice)
     return used
 
-  usual = numbers(8)
-  assert set(usual[:9]) == {MOST} and len(set(usual)) > 1
-  for size in (1, 2, 4):
-    assert numbers(size) == usual
+  for seed in range(10):
+    kept = np.random.default_rng(seed).binomial(1, 0.45, size=(49, 2, MOST)).cumprod(axis=2)
+    usual = numbers(100, kept)
+    changes |= {at for at, (before, now) in enumerate(itertools.pairwise(usual), 1) if before != now}
+    for size in (1, 2, 3, 8):
+      assert numbers(size, kept) == usual
+  assert {5, 9, 17} <= changes <= {5, 9, 17, 33}
 
 
 # The law of the text: 10,000 rows of a chain with 3 tokens, each with a number that its own past decides.
@@ -255,6 +260,26 @@ def test_a_reader_of_hidden_states_re_reads_all_that_a_larger_round_added():
       all_kept += np.sum(last == MOST)
     last = np.sum(np.asarray(state.stats.accepted) - kept, axis=1)
   assert all_kept > 10, 'rounds of all tokens went before rounds of fewer'
+
+
+def test_a_loop_of_fewer_tokens_re_reads_once_what_the_round_before_it_added():
+  """Its rounds then re-read no more than they may have added themselves; the draft's notes are those of the text."""
+  rng = np.random.default_rng(1)
+  target, draft = Shown(fakes.random_markov(0, 12, scale=0.3)), Reader(jnp.zeros((12, 12)))
+  config = fakes.usual_config(MOST)
+  prompts = [rng.integers(0, 12, 1 + i % 7).tolist() for i in range(fakes.BATCH)]
+  state = fakes.start(target, draft, prompts=prompts, max_new=100, config=config)
+  all_kept = 0
+  for k, rounds in ((MOST, 1), (1, 3), (MOST, 2), (2, 1), (1, 2)):
+    state = decode.generate(
+        target, draft, cj.Exact(), cj.SamplingParams(), state, dataclasses.replace(config, num_draft=k), rounds)
+    accepted = np.asarray(state.stats.accepted)
+    noted, texts = np.asarray(state.draft_cache[0]), fakes.texts(fakes.on_host(state))
+    for row, text in enumerate(texts):
+      known = max(len(text) - 1 - k, 0)
+      np.testing.assert_array_equal(noted[row, :known], [0, *(np.array(text) + 1)][:known])
+    all_kept += np.sum(accepted[:, MOST - 1] == 1) if k == MOST and rounds == 1 else 0
+  assert all_kept > 10, 'a round of all tokens went before those of one'
 
 
 # Text.
