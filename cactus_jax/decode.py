@@ -206,10 +206,10 @@ def _program(function, layout=None, **jit_options):
 
 
 @functools.cache
-def _jitted(function, shardings, tree, **jit_options):
+def _jitted(function, shardings, tree, static_argnames='config', **jit_options):
   if shardings:
     jit_options['out_shardings'] = jax.tree.unflatten(tree, shardings)
-  return jax.jit(function, static_argnames='config', **jit_options)
+  return jax.jit(function, static_argnames=static_argnames, **jit_options)
 
 
 def _layout(state):
@@ -289,8 +289,8 @@ def propose(draft, sampling, state, keys, config, back=None):
   the tokens before it only, never on the one drawn there, so what is kept has the law that it would have in a round of
   any length. Once all rows have ended, no further step is computed.
 
-  back: how many tokens a draft that reads hidden states re-reads, one more than the round before drafted; None: than
-    the buffers are made for.
+  back: how many tokens a draft that reads hidden states re-reads, as many as the round before may have added; None: as
+    the largest may have.
   """
   if draft is None:
     B = state.length.shape[0]
@@ -501,12 +501,26 @@ def generate(target, draft, rule, sampling, state, config, max_rounds=None) -> D
   """Rounds until every row has ended, or max_rounds of them.
 
   The bound is a traced number: the same compiled loop gives the whole text, or a few rounds at a time for a host that
-  streams, shows progress or looks for stop strings. `state` is donated: use the one that is returned.
+  streams, shows progress or looks for stop strings. `state` is donated: use the one that is returned. Where the round
+  before drafted more than config.num_draft tokens, `catch_up` first.
   """
   rule, sampling = settled(rule, sampling, state.length.shape[0], draft, config)
   rounds = np.iinfo(np.int32).max if max_rounds is None else max_rounds
   rounds = rounds if isinstance(rounds, jax.Array) else np.int32(rounds)
   return _loop(state)(target, draft, rule, sampling, state, rounds, config)
+
+
+def catch_up(draft, state) -> DecodeState:
+  """The state for a `generate` of fewer drafted tokens than the round before had; `state` is donated.
+
+  A draft that reads hidden states re-reads, in each round, what one of as many tokens may have added. What a larger
+  round has added it reads here. (Without, it keeps what it made of those tokens by itself, and is worse by a trifle.)
+  """
+  return _program(_catch_up, _layout(state), donate_argnames='state', static_argnames=())(draft, state)
+
+
+def _catch_up(draft, state):
+  return state.replace(draft_cache=_re_read(draft, state, _most_added(state))[1]) if _reads_hidden(draft) else state
 
 
 def _loop(state):
@@ -515,10 +529,6 @@ def _loop(state):
 
 
 def _generate(target, draft, rule, sampling, state, max_rounds, config):
-  back = config.num_draft + 1
-  if _reads_hidden(draft) and back < _most_added(state):
-    # The round before this call may have drafted more than those of it do. Read here, once, it need not be in each.
-    state = state.replace(draft_cache=_re_read(draft, state, _most_added(state))[1])
 
   def unfinished(carry):
     state, rounds = carry
@@ -526,7 +536,7 @@ def _generate(target, draft, rule, sampling, state, max_rounds, config):
 
   def one_round(carry):
     state, rounds = carry
-    state, _ = _decode_step(target, draft, rule, sampling, state, config, back)
+    state, _ = _decode_step(target, draft, rule, sampling, state, config, config.num_draft + 1)
     return state, rounds + 1
 
   state, _ = jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))

@@ -173,7 +173,7 @@ def merge(parts) -> Stats:
 
 
 class CompileClock:
-  """Counts the seconds that JAX spends on making programs, by its own events."""
+  """Counts the seconds that JAX spends on making programs, by its own events, or by the clock."""
 
   def __init__(self):
     self._spans = []

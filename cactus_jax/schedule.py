@@ -35,6 +35,8 @@ LEAST_GAIN = 0.03
 # Costs are medians of TURNS, each of STEPS passes, so that calling a compiled program is not counted as running it.
 TURNS, STEPS = 3, 4
 
+VERSION = 2  # of what is measured: costs that were kept of another one are not read
+
 _measured = {}  # fingerprint -> Costs: of this process
 
 
@@ -137,7 +139,7 @@ class Chooser:
 
   @property
   def rounds_to_choice(self):
-    """How many more rounds are decoded with `num_draft` tokens, at most."""
+    """Rounds from here to the next choice, while anything is drafted."""
     return self._due - self._rounds
 
   def look(self, rounds_B, accepted_BK, done_B):
@@ -189,7 +191,8 @@ def fingerprint(target, draft, batch, config) -> str:
   leaves, tree = jax.tree.flatten((target, draft))
   shapes = [(jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
   devices = jax.device_count(), jax.devices()[0].device_kind, os.cpu_count()
-  return hashlib.sha256(repr((str(tree), shapes, batch, config, devices, jax.__version__)).encode()).hexdigest()[:16]
+  everything = VERSION, str(tree), shapes, batch, config, devices, jax.__version__
+  return hashlib.sha256(repr(everything).encode()).hexdigest()[:16]
 
 
 def _read(path, max_num_draft):
@@ -262,7 +265,7 @@ def _proposals(draft, sampling, state, config):
   rows_B = jnp.arange(state.length.shape[0])
 
   def one(_, state):
-    drafted, cache = decode.propose(draft, sampling, state, state.keys, config)
+    drafted, cache = decode.propose(draft, sampling, state, state.keys, config, back=config.num_draft + 1)
     tokens = state.tokens.at[rows_B, state.length - 1].set(drafted.tokens[:, -1])
     return state.replace(tokens=tokens, draft_cache=cache)
 

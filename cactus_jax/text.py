@@ -489,9 +489,11 @@ class _Run:
       most = self._chooser.rounds_to_choice
       max_rounds = min(max_rounds or most, most)
     if self._auto and self._number != self._chooser.num_draft:
-      # Another program. It is made by a call of no rounds, since all of that is compiling, of which JAX's own count
-      # misses a part.
+      # Another program. It is made by a call of no rounds, since that is compiling or nothing, and JAX's own count
+      # misses a part of it.
       self._clock.count(lambda: self._loop(config, 0))
+      if 0 < self._chooser.num_draft < self._number:
+        self.state = decode.catch_up(self._draft, self.state)
       self._number = self._chooser.num_draft
     self._loop(config, max_rounds)
     self._tokens, self._length, self._done = sharding.fetch((self.state.tokens, self.state.length, self.state.done))

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import time
 
@@ -159,8 +160,9 @@ def head_size(target) -> int:
 
 
 def check_shape():
-  """Raises ValueError for flags of a draft's shape that contradict each other."""
+  """Raises ValueError for flags of a draft's shape that contradict each other, or a --start that is no draft."""
   if _START.value is not None:
+    student_lib.read_about(_START.value)
     common.refuse(['layers', 'window', 'reads_hidden', 'hidden_layers', 'copy', 'head_size'],
                   '--start brings the shape of its draft')
   elif _TRANSFORMERS.value and (_READS_HIDDEN.value or _COPY.value or _WINDOW.value):
@@ -349,6 +351,9 @@ def main():
   if 'train' in _STAGES.value and importlib.util.find_spec('matplotlib') is None:
     raise ValueError('matplotlib is missing, which draws the curve: pip install -e .[plot]')
   prompts = read_prompts()
+  there = next(path for path in (output, *output.parents) if path.exists())
+  if not there.is_dir() or not os.access(there, os.W_OK):
+    raise ValueError(f'--output={output}: {there} is no folder that can be written to.')
   tokenizer, target = cj.load_tokenizer(common.verifier_source()), common.verifier()
   started = None if _START.value is None else student_lib.load(_START.value, target, tokenizer)
   if _STAGES.value != ['data']:  # and before the verifier writes for hours

@@ -7,7 +7,7 @@ The file is Spec-Bench's (Xia et al., 2024), one JSON object a line with `catego
 answered; or any JSONL with --turns_field and --category_field. An arm is a rule and how many tokens are drafted:
 exact:3, rule:3 for the rule of --rule (cactus, with delta 1), or exact:auto, as many as decode fastest. Arms take turns
 on each prompt, after a turn that compiles if none of that shape has, and are timed from prompt to last token; speeds
-are sums over prompts. (What exact:auto compiles on the way is left out of its time, as far as JAX reports it.)
+are sums over prompts. (What exact:auto compiles on the way is left out of its time.)
 Acceptance is the mean of sum min(p, q) at the first drafted token of each round of the exact rule: from the laws, so
 without luck of the draw.
 """

@@ -184,6 +184,7 @@ BAD = {  # before anything is loaded
     '--rule=cactus': '--rule means nothing here', '--transformers': '--transformers: a draft that reads hidden states',
     '--prompts_file=PROMPTS': 'line 1: prompt is None: need a string',
     '--prompts_file=/no/file': '/no/file cannot be read',
+    '--start=/no/draft': '/no/draft/student.json: no description of a distilled draft',
 }
 
 
@@ -196,6 +197,14 @@ def test_flags_are_looked_at_before_anything_is_loaded(cli, tmp_path, monkeypatc
   assert code == 2 and err.startswith('error: ') and err.count('\n') == 1
   assert BAD[argument] in err
   assert not (tmp_path / 'draft').exists()
+
+
+def test_an_output_that_cannot_be_is_told_before_anything_is_loaded(cli, tmp_path, monkeypatch):
+  monkeypatch.setattr(cj, 'load_transformer', lambda *_, **__: pytest.fail('it loads'))
+  (tmp_path / 'file').write_text('')
+  code, _, err = cli(tmp_path / 'file' / 'draft')
+  assert code == 2 and err == (f'error: --output={tmp_path}/file/draft: {tmp_path}/file is no folder that can be '
+                               'written to.\n')
 
 
 @pytest.mark.parametrize('arguments, message', [

@@ -739,3 +739,32 @@ def test_the_program_answers_a_file_and_goes_on(default_model_path, tmp_path):
 def test_the_program_says_what_to_mend(default_model_path, tmp_path, argument, message):
   done = command('--prompt=hi', argument, cwd=tmp_path)
   assert done.returncode == 2 and done.stderr.startswith(message) and 'Traceback' not in done.stderr
+
+
+INTERRUPTED = """
+import atexit, os, signal, threading, time
+import jax
+from lib import flags
+
+def main():
+  atexit.register(print, 'the end of Python')
+  print('begun')
+  endless = jax.jit(lambda: jax.lax.while_loop(lambda x: x >= 0, lambda x: (x + 1) % 7, 0))
+  threading.Thread(target=endless, daemon=True).start()
+  time.sleep(1)
+  os.kill(os.getpid(), signal.SIGINT)
+  time.sleep(60)
+
+flags.run(main)
+"""
+
+
+def test_an_interrupt_waits_for_no_computation(tmp_path):
+  """Nor does it let Python clear away what XLA's threads use, which ended in a segmentation fault at times."""
+  (tmp_path / 'program.py').write_text(INTERRUPTED)
+  environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'experiments')])}
+  done = subprocess.run(
+    [sys.executable, tmp_path / 'program.py'], env=environment, capture_output=True, text=True, timeout=120
+  )
+  assert done.returncode == 130 and done.stdout == 'begun\n'
+  assert 'interrupted' in done.stderr and 'Traceback' not in done.stderr

@@ -465,8 +465,9 @@ def test_does_not_write_over_anything_nor_by_halves(tmp_path, monkeypatch):
 def test_refuses_numbers_that_are_none(tmp_path, value, options):
   weights = checkpoints.tensors()
   weights[UP][3, 5] = value
-  with raises(f'{UP} has values that are infinite or no numbers; download the weights again.'):
-    hf.load(checkpoints.write_folder(tmp_path, weights=weights), **options)
+  folder = checkpoints.write_folder(tmp_path, weights=weights)
+  with raises(f'{folder}: {UP} has values that are infinite or no numbers; get the file again.'):
+    hf.load(folder, **options)
 
 
 @pytest.mark.parametrize('text, expected', [

@@ -176,7 +176,8 @@ def read_config(folder) -> ModelConfig:
 
 def _read_json(path):
   if not path.is_file():
-    raise ValueError(f'{path}: no such file; a checkpoint folder needs config.json and safetensors files.')
+    raise ValueError(f'{path}: no such file; a checkpoint folder needs config.json and safetensors files (a distilled '
+                     'draft has student.json instead).')
   try:
     found = json.loads(path.read_text(encoding='utf-8'))
   except (ValueError, RecursionError) as error:

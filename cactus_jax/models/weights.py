@@ -60,7 +60,7 @@ def assemble(config, names, stored, read, *, source, dtype=None, mesh=None, quan
   with tqdm(total=sum(math.prod(spec.shape) for _, spec in specs) * dtype.itemsize, unit='B', unit_scale=True,
             desc=f'Loading {source}', delay=1, leave=False, disable=True if jax.process_index() else None) as bar:
     for (path, spec), needs in zip(specs, pieces):
-      part = functools.partial(_part, _field(path), config, read, list(needs), dtype)
+      part = functools.partial(_part, source, _field(path), config, read, list(needs), dtype)
       # Nothing here names the floats of what is quantised: they must be gone when the next weight is read.
       if quantize and is_product(path, spec):
         leaves.append(quantized(_place(spec, mesh, part), spec, mesh))
@@ -111,7 +111,7 @@ def _place(spec, mesh, part):
   return sharding.from_parts(spec.shape, sharding.sharding_of(mesh, spec.axes, spec.shape), part)
 
 
-def _part(field, config, read, names, dtype, index):
+def _part(source, field, config, read, names, dtype, index):
   """What is at `index`, a slice for each axis, of one of our weights."""
   out = _empty([s.stop - s.start for s in index], dtype)
   view, (rows, *others) = (out, index) if _kept(field) else (out.T, index[::-1])
@@ -119,7 +119,7 @@ def _part(field, config, read, names, dtype, index):
     for start, stop in chunks(run, others):
       piece = read(name, (slice(start + offset, stop + offset), *others))
       if not np.isfinite(np.sum(piece, dtype=np.float32)):
-        raise ValueError(f'{name} has values that are infinite or no numbers; download the weights again.')
+        raise ValueError(f'{source}: {name} has values that are infinite or no numbers; get the file again.')
       _write(view[start - rows.start : stop - rows.start], piece)
   return out
 

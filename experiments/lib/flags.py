@@ -145,6 +145,9 @@ def run(main, meshes=False, arguments=()):
       give_up(error)
     except KeyboardInterrupt:
       print('\ninterrupted', file=sys.stderr)
+      if main.__module__ == '__main__':
+        # Python would take down what XLA's threads, in the middle of a loop, still use.
+        pod.leave(130)
       sys.exit(130)
     except BrokenPipeError:  # whoever read our output has gone
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,7 +2,7 @@
 
 Process 0 alone prints and writes. What only one process can know (what is on disk, what cannot be read) it tells the
 others through the key-value store of JAX's coordinator, so that all take the same decisions and none waits for ever.
-In a run of one process everything here is trivial.
+In a run of one process everything here is trivial, but for `leave`.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ def is_first() -> bool:
 
 
 def leave(code):
-  """Ends this process without waiting for the others, who notice by themselves."""
+  """Ends this process at once, without waiting for its threads or for other processes, who notice by themselves."""
   try:
     sys.stdout.flush()
     sys.stderr.flush()
