@@ -135,6 +135,7 @@ def test_choices_do_not_depend_on_how_often_the_host_looks():
       used += [chooser.num_draft] * (stop - start)
       accepted[:, : used[-1]] += kept[start:stop, :, : used[-1]].sum(axis=0)
       chooser.look(np.full(2, stop), accepted.copy(), np.zeros(2, bool))
+      assert chooser.num_draft, 'drafting always pays here'
       step = min(size, chooser.rounds_to_choice)
     return used
 
