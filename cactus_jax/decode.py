@@ -515,12 +515,15 @@ def catch_up(draft, state) -> DecodeState:
 
   A draft that reads hidden states re-reads, in each round, what one of as many tokens may have added. What a larger
   round has added it reads here. (Without, it keeps what it made of those tokens by itself, and is worse by a trifle.)
+  Other drafts have nothing to catch up with.
   """
+  if not _reads_hidden(draft):
+    return state
   return _program(_catch_up, _layout(state), donate_argnames='state', static_argnames=())(draft, state)
 
 
 def _catch_up(draft, state):
-  return state.replace(draft_cache=_re_read(draft, state, _most_added(state))[1]) if _reads_hidden(draft) else state
+  return state.replace(draft_cache=_re_read(draft, state, _most_added(state))[1])
 
 
 def _loop(state):

@@ -91,6 +91,9 @@ def folders() -> tuple[pathlib.Path, list[pathlib.Path]]:
   if unknown or not _STAGES.value:
     raise ValueError(f'--stages={",".join(_STAGES.value)}: need some of {", ".join(STAGES)}.')
   output = pathlib.Path(_OUTPUT.value).expanduser()
+  there = next(path for path in (output, *output.parents) if path.exists())
+  if not there.is_dir() or not os.access(there, os.W_OK):
+    raise ValueError(f'--output={output}: {there} is no folder that can be written to.')
   texts = [pathlib.Path(folder).expanduser() for folder in _CORPUS.value or [output / 'corpus']]
   if 'data' in _STAGES.value and len(texts) > 1:
     raise ValueError(f'--corpus={",".join(_CORPUS.value)}: the data stage writes to one folder; run it for each, then '
@@ -351,9 +354,6 @@ def main():
   if 'train' in _STAGES.value and importlib.util.find_spec('matplotlib') is None:
     raise ValueError('matplotlib is missing, which draws the curve: pip install -e .[plot]')
   prompts = read_prompts()
-  there = next(path for path in (output, *output.parents) if path.exists())
-  if not there.is_dir() or not os.access(there, os.W_OK):
-    raise ValueError(f'--output={output}: {there} is no folder that can be written to.')
   tokenizer, target = cj.load_tokenizer(common.verifier_source()), common.verifier()
   started = None if _START.value is None else student_lib.load(_START.value, target, tokenizer)
   if _STAGES.value != ['data']:  # and before the verifier writes for hours
