@@ -7,8 +7,10 @@ Dimension letters, as in logits_BTV:
   N query heads   G key/value heads   R = N / G   H head dimension   F mlp width   P prompt slots
 """
 
+from cactus_jax.batching import generate_each
 from cactus_jax.checkpoint import save_transformer
 from cactus_jax.decode import DecodeConfig, DecodeState, Finish, LanguageModel, StepInfo, decode_step, generate, prefill
+from cactus_jax.display import show_origins
 from cactus_jax.drafts import DraftSource, PromptLookup
 from cactus_jax.ledger import Budget, Ledger
 from cactus_jax.models.config import ModelConfig

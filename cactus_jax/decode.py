@@ -138,6 +138,7 @@ class DecodeState:
   target_cache: Any
   draft_cache: Any
   from_draft: jax.Array  # bool[B, S] whether a drafted token was kept there
+  is_bonus: jax.Array  # bool[B, S] whether the verifier drew it after all of a round's draft was kept
   logprobs: jax.Array  # f32[B, S] log-probability of each new token, nats, by the verifier's unfiltered law at T = 1
   ledger: Ledger | None
   stats: DecodeStats
@@ -175,7 +176,6 @@ def prefill(target, draft, prompt_BP, length, keys, limit, config) -> DecodeStat
   return _program(_prefill, layout)(target, draft, prompt_BP, as_int(length), keys, as_int(limit), config)
 
 
-@functools.partial(jax.jit, donate_argnames='state')
 def replace_rows(state, rows, fresh) -> DecodeState:
   """The state with other texts in some of its rows, as when those have ended: continuous batching.
 
@@ -183,6 +183,10 @@ def replace_rows(state, rows, fresh) -> DecodeState:
     state: donated. rows: i32[N], which; one that is no row is left out.
     fresh: the state of N rows, from `prefill` with the same models and a config of the same size.
   """
+  return _program(_replace_rows, _layout(state), donate_argnames='state', static_argnames=())(state, rows, fresh)
+
+
+def _replace_rows(state, rows, fresh):
   return jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop'), state, fresh)
 
 
@@ -240,6 +244,7 @@ def _prefill(target, draft, prompt_BP, length, keys, limit, config):
       target_cache=target_cache,
       draft_cache=draft_cache,
       from_draft=jnp.zeros((B, S), bool),
+      is_bonus=jnp.zeros((B, S), bool),
       logprobs=jnp.zeros((B, S), jnp.float32),
       ledger=ledger_lib.empty(B, S) if config.ledger else None,
       stats=DecodeStats(accepted=jnp.zeros((B, K), jnp.int32), tested=jnp.zeros((B, K), jnp.int32)),
@@ -419,6 +424,7 @@ def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
 
   kept_BT = slot_1T < count_B[:, None]
   from_draft_BT = kept_BT & (slot_1T < accepted_B1)
+  is_bonus_BT = kept_BT & (slot_1T == accepted_B1) & (accepted_B1 == draft.num_drafted[:, None])
   where_BT = jnp.where(kept_BT, state.length[:, None] + slot_1T, S)
   put = lambda into_BS, what_BT: into_BS.at[jnp.arange(B)[:, None], where_BT].set(what_BT, mode='drop')
   logits_BT = at_tokens(logits_BTV, block_BT).astype(jnp.float32)
@@ -439,6 +445,7 @@ def commit(state, draft, verdict, target_probs, logits_BTV, keep_books, config):
       finish=finish_B,
       round=state.round + live_B,
       from_draft=put(state.from_draft, from_draft_BT),
+      is_bonus=put(state.is_bonus, is_bonus_BT),
       logprobs=put(state.logprobs, logprobs_BT),
       ledger=keep_books(state.ledger, block_BT, kept_BT, where_BT) if state.ledger is not None else None,
       stats=DecodeStats(
@@ -497,17 +504,17 @@ def _judged(rule, target_probs, logits_BTV):
   return target_probs if params is None else to_probs(logits_BTV, per_row(params, logits_BTV.shape[0]))
 
 
-def generate(target, draft, rule, sampling, state, config, max_rounds=None) -> DecodeState:
-  """Rounds until every row has ended, or max_rounds of them.
+def generate(target, draft, rule, sampling, state, config, max_rounds=None, min_live=1) -> DecodeState:
+  """Rounds until fewer than min_live rows are left that have not ended, or max_rounds of them.
 
-  The bound is a traced number: the same compiled loop gives the whole text, or a few rounds at a time for a host that
-  streams, shows progress or looks for stop strings. `state` is donated: use the one that is returned. Where the round
-  before drafted more than config.num_draft tokens, `catch_up` first.
+  Both bounds are traced numbers: the same compiled loop gives the whole text, a few rounds at a time for a host that
+  streams, shows progress or looks for stop strings, or those until there is room for another text. `state` is donated:
+  use the one that is returned. Where the round before drafted more than config.num_draft tokens, `catch_up` first.
   """
   rule, sampling = settled(rule, sampling, state.length.shape[0], draft, config)
   rounds = np.iinfo(np.int32).max if max_rounds is None else max_rounds
-  rounds = rounds if isinstance(rounds, jax.Array) else np.int32(rounds)
-  return _loop(state)(target, draft, rule, sampling, state, rounds, config)
+  bounds = [bound if isinstance(bound, jax.Array) else np.int32(bound) for bound in (rounds, min_live)]
+  return _loop(state)(target, draft, rule, sampling, state, *bounds, config)
 
 
 def catch_up(draft, state) -> DecodeState:
@@ -531,11 +538,11 @@ def _loop(state):
   return _program(_generate, _layout(state), donate_argnames='state')
 
 
-def _generate(target, draft, rule, sampling, state, max_rounds, config):
+def _generate(target, draft, rule, sampling, state, max_rounds, min_live, config):
 
   def unfinished(carry):
     state, rounds = carry
-    return jnp.any(~state.done) & (rounds < max_rounds)
+    return (jnp.sum(~state.done) >= jnp.maximum(min_live, 1)) & (rounds < max_rounds)
 
   def one_round(carry):
     state, rounds = carry

@@ -7,6 +7,7 @@ between: that is where streaming, progress and stop strings live. No callback ev
 import bisect
 import dataclasses
 import inspect
+import os
 import time
 import warnings
 import zlib
@@ -38,6 +39,9 @@ class Completions:
   tokens: list[list[int]]  # new tokens, an end-of-sequence token included
   from_draft: list[list[bool]]  # whether each new token was drafted (else recovered or bonus)
   logprobs: list[list[float]]  # nats, each new token by the verifier's unfiltered law at temperature 1
+  # Of each new token: 'accepted' if it was drafted, 'recovered' if drawn where a drafted one was rejected, 'bonus' if
+  # the verifier drew it after all of a round's draft was kept, as every token of plain decoding is.
+  origins: list[list[str]]
   finish_reasons: list[str]  # 'eos', 'length', 'cache_full', 'stop' or 'nan'; 'running' amid a stream
   stats: metrics.Stats
   kl: list[float] | None = None  # nats that each row spent, by the ledger; None without one
@@ -152,14 +156,14 @@ def stream_text(prompt, **options) -> 'TextStream':
   call.apply_defaults()
   if call.arguments.pop('progress') is not None:
     raise ValueError('progress: a stream reports by its pieces; use generate_text for a progress callback.')
-  return TextStream(_Run(**call.arguments))
+  return TextStream(_Run(**call.arguments), call.arguments['tokenizer'])
 
 
 class TextStream:
   """The pieces of one answer as they are decoded."""
 
-  def __init__(self, run):
-    self._run = run
+  def __init__(self, run, tokenizer):
+    self._run, self._tokenizer = run, tokenizer
 
   def __iter__(self) -> Iterator[str]:
     sent = 0
@@ -172,10 +176,38 @@ class TextStream:
     if len(text) > sent:
       yield text[sent:]
 
+  def spans(self) -> Iterator[tuple[str, str]]:
+    """The pieces of the answer cut where its tokens end: see the function `spans`."""
+    now = ((piece, self.completions) for piece in self)
+    return _spans(self._tokenizer, ((piece, done.tokens[0], done.origins[0]) for piece, done in now))
+
   @property
   def completions(self) -> Completions:
     """What has been decoded so far, with its figures. Raises ValueError before the first piece."""
     return self._run.completions()
+
+
+def spans(completions, tokenizer, row=0) -> Iterator[tuple[str, str]]:
+  """The text of a row cut where its tokens end: (text, origin of the token), whose texts add up to that of the row.
+
+  A character made by several tokens has the origin of the one that completes it. Each token is one more decoding of the
+  text up to there.
+  """
+  return _spans(tokenizer, [(completions.texts[row], completions.tokens[row], completions.origins[row])])
+
+
+def _spans(tokenizer, pieces):
+  """As `spans`, of a text that grows. Args: pieces, (what is new of the text, all tokens so far, their origins)."""
+  text, count = '', 0
+  for piece, tokens, origins in pieces:
+    start, text = len(text), text + piece
+    while start < len(text):
+      # Up to a character that is not complete yet, or to the end of the text, which may lie inside the token.
+      common = os.path.commonprefix([detokenize(tokenizer, tokens[: count + 1])[start:], text[start:]])
+      if common:
+        yield common, origins[count]
+      start += len(common)
+      count += start < len(text)
 
 
 def check_tokenizers(tokenizer, draft_tokenizer):
@@ -260,17 +292,18 @@ def bucket(length):
   return size
 
 
-def _detokenize(tokenizer, tokens):
+def detokenize(tokenizer, tokens) -> str:
+  """The text of tokens, those that mark its structure left out."""
   return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _first_stop(tokenizer, tokens, stops):
+def first_stop(tokenizer, tokens, stops):
   """(number of tokens up to the one that completes the first stop string, text before it), or None."""
-  seen = lambda count: any(stop in _detokenize(tokenizer, tokens[:count]) for stop in stops)
+  seen = lambda count: any(stop in detokenize(tokenizer, tokens[:count]) for stop in stops)
   if not seen(len(tokens)):
     return None
   count = bisect.bisect_left(range(len(tokens)), True, key=seen)
-  text = _detokenize(tokenizer, tokens[:count])
+  text = detokenize(tokenizer, tokens[:count])
   return count, text[: min(text.find(stop) for stop in stops if stop in text)]
 
 
@@ -331,7 +364,7 @@ def _warn(draft, rule, sampling):
                'whatever the temperature and filters.')
   else:
     return
-  warnings.warn(message, stacklevel=4)
+  warnings.warn(message, stacklevel=5)
 
 
 def _common_mesh(target, draft):
@@ -350,19 +383,18 @@ def _common_mesh(target, draft):
   return mesh
 
 
-class _Run:
-  """One batch on its way from prompts to text: the state on device, and what the host knows of it."""
+class Job:
+  """What is asked of the models: prompts as tokens, checked, and what all rows share.
+
+  Raises ValueError for what cannot be answered, before anything is compiled.
+  """
 
   def __init__(self, prompts, *, target, tokenizer, draft, rule, sampling, num_draft, max_new_tokens, stop, seed, raw,
                draft_tokenizer, ledger, block_verification, stop_entropy):
     _check_kinds(target, tokenizer, draft, sampling, num_draft, max_new_tokens)
-    self._models = target, draft
-    self._auto = None if draft is None else _auto(num_draft)
+    self.models, self.tokenizer = (target, draft), tokenizer
+    self.auto = None if draft is None else _auto(num_draft)
     num_draft = auto.max_num_draft if (auto := _auto(num_draft)) else num_draft
-    if self._auto and not self._auto.costs and jax.process_count() > 1:
-      raise ValueError('num_draft is to be chosen by costs that each process would measure for itself, and then not '
-                       'all choose the same: give a number, or AutoDraft(costs=...).')
-    self._tokenizer = tokenizer
     self.stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(s, str) and s for s in self.stop):
       raise ValueError(f'stop={stop!r}: need non-empty strings.')
@@ -378,53 +410,129 @@ class _Run:
       check_tokenizers(tokenizer, draft_tokenizer)
 
     models = [('verifier', target)] + ([('draft', draft)] if hasattr(draft, 'config') else [])
-    context = min(model.config.max_length for _, model in models)
-    if num_draft > context:
-      raise ValueError(f'num_draft={num_draft}: a round cannot draft more than the context of {context} tokens holds.')
+    self.context = min(model.config.max_length for _, model in models)
+    if num_draft > self.context:
+      raise ValueError(f'num_draft={num_draft}: a round cannot draft more than the context of {self.context} tokens '
+                       'holds.')
     vocab_size = len(tokenizer)
     for name, model in models:
       if model.config.vocab_size < vocab_size:
         raise ValueError(f'the tokenizer has {vocab_size} tokens, the {name} only {model.config.vocab_size}: it is '
                          'not this model\'s tokenizer.')
-    rows = encode(prompts, tokenizer, raw)
-    for i, row in enumerate(rows):
-      if len(row) >= context:
-        raise ValueError(f'prompt {i} has {len(row)} tokens; the context of the model is {context}, of which at least '
-                         'one must be left for the answer: shorten the prompt.')
-    self._mesh = mesh = _common_mesh(target, draft)
-    self._count = len(rows)
-    extra = -len(rows) % sharding.row_groups(mesh)
-    if extra:
-      warnings.warn(f'{len(rows)} rows do not split over {sharding.row_groups(mesh)} groups of devices: {extra} idle '
-                    'rows are added. A multiple uses them all.', stacklevel=3)
-    taken = rows + rows[:1] * extra
-    self._prompt_length = np.array([len(row) for row in taken])
-    longest = int(self._prompt_length.max())
-    self.config = DecodeConfig(
+    self.rows = encode(prompts, tokenizer, raw)
+    for i, row in enumerate(self.rows):
+      if len(row) >= self.context:
+        raise ValueError(f'prompt {i} has {len(row)} tokens; the context of the model is {self.context}, of which at '
+                         'least one must be left for the answer: shorten the prompt.')
+    self.mesh = _common_mesh(target, draft)
+    # No row outgrows the context, so that is as good as any larger number, and never too large for an i32.
+    self.max_new_tokens = min(max_new_tokens, self.context)
+    self._shared = DecodeConfig(
         num_draft=num_draft,
-        max_length=min(bucket(longest + max_new_tokens), context),
+        max_length=self.context,
         vocab_size=vocab_size,
         eos_ids=end_tokens(target, tokenizer),
         ledger=bool(ledger) or isinstance(rule, Budget),
         block_verification=bool(block_verification),
         stop_entropy=stop_entropy,
     )
-    padded = np.zeros((len(taken), min(bucket(longest), self.config.capacity)), np.int32)
-    for i, row in enumerate(taken):
-      padded[i, : len(row)] = row
-    # No row outgrows the context, so that is as good as any larger number, and never too large for an i32. An idle row
-    # has all it wants.
-    limit = self._prompt_length + np.where(np.arange(len(taken)) < len(rows), min(max_new_tokens, context), 0)
     self.lossless = draft is None or bool(getattr(rule, 'lossless', False))
-    settled = decode.settled(rule, sampling, len(rows), draft, self.config)
-    if self._auto and any(leaf.ndim > 1 for leaf in jax.tree.leaves(settled[0])):
+    # The numbers of rule and sampling, and the keys, of each row.
+    self.laws = decode.settled(rule, sampling, len(self.rows), draft, self._shared)
+    self.keys = row_keys(seed, self.rows)
+    if self.auto and any(leaf.ndim > 1 for leaf in jax.tree.leaves(self.laws[0])):
       raise ValueError(f'{type(rule).__name__} has numbers for each drafted position, and num_draft is to be chosen: '
                        'give the rule one number for all positions, or num_draft as a number.')
-    repeat = lambda leaf: leaf[np.minimum(np.arange(len(taken)), len(rows) - 1)] if extra else leaf
-    keys, settled = jax.tree.map(repeat, (row_keys(seed, rows), settled))
-    *self._inputs, (self._rule, self._sampling) = self._placed(
-        (padded, self._prompt_length.astype(np.int32), keys, limit.astype(np.int32), settled))
     _warn(draft, rule, sampling)
+
+  def max_length(self, row):
+    """Tokens that a row can come to, rounded up to what programs are compiled for."""
+    return min(bucket(len(self.rows[row]) + self.max_new_tokens), self.context)
+
+  def config(self, max_length):
+    """The settings of programs for rows of so many tokens."""
+    return dataclasses.replace(self._shared, max_length=max_length)
+
+  def prefill(self, rows, config, drafting=True) -> decode.DecodeState:
+    """The state of the rows of these numbers, one of -1 being an idle row, after the models have read the prompts.
+
+    drafting: whether there will be a draft, if there is one.
+    """
+    target, draft = self.models
+    length = self.prompt_lengths(rows)
+    padded = np.zeros((len(rows), min(bucket(length.max()), config.capacity)), np.int32)
+    for i, row in enumerate(rows):
+      padded[i, : length[i]] = self.rows[max(row, 0)][: length[i]]
+    limit = length + np.where(np.array(rows) >= 0, np.int32(self.max_new_tokens), 0)  # an idle row has all it wants
+    inputs = self.placed((padded, length, self.of_rows(self.keys, rows), limit))
+    return decode.prefill(target, draft if drafting else None, *inputs, config)
+
+  def prompt_lengths(self, rows):
+    """i32[B], tokens of the prompts of these rows; 1 for an idle one."""
+    return np.array([len(self.rows[row]) if row >= 0 else 1 for row in rows], np.int32)
+
+  def of_rows(self, leaves, rows):
+    """What belongs to the rows of these numbers (an idle one is given what the first row has)."""
+    return jax.tree.map(lambda leaf: leaf[np.maximum(rows, 0)], leaves)
+
+  def placed(self, tree):
+    """Arrays [B, ...] on the devices that hold the rows."""
+    return jax.tree.map(jnp.asarray, tree) if self.mesh is None else sharding.place(tree, sharding.rows(self.mesh))
+
+
+def fetch_rows(state) -> decode.DecodeState:
+  """All of a state on the host but what only the models read."""
+  return sharding.fetch(state.replace(target_cache=None, draft_cache=None, keys=None))
+
+
+def completions(job, held, prompt_length, stopped, seconds, calls_by_num_draft=None) -> Completions:
+  """The texts of rows.
+
+  Args: held, from `fetch_rows`; prompt_length int[B]; stopped {row: (number of its tokens up to a stop string, text
+    before it)}; the rest as for `metrics.summarize`.
+  """
+  arrays = {name: getattr(held, name) for name in ('tokens', 'from_draft', 'logprobs')}
+  if held.ledger:
+    arrays |= {name: getattr(held.ledger, name) for name in ('emitted_logprobs', 'verifier_logprobs')}
+  texts, origins, columns = [], [], {name: [] for name in arrays}
+  for row, (start, end) in enumerate(zip(prompt_length, held.length)):
+    count, text = stopped.get(row, (end - start, None))
+    new = slice(start, start + count)
+    for name, array in arrays.items():
+      columns[name].append(array[row, new].tolist())
+    texts.append(detokenize(job.tokenizer, columns['tokens'][-1]) if text is None else text)
+    origins.append(['accepted' if drafted else 'bonus' if bonus else 'recovered'
+                    for drafted, bonus in zip(held.from_draft[row, new], held.is_bonus[row, new])])
+  new_tokens = sum(map(len, columns['tokens']))
+  return Completions(
+      texts=texts,
+      origins=origins,
+      finish_reasons=[Finish(finish).name.lower() for finish in held.finish],
+      stats=metrics.summarize(held, prompt_length, new_tokens, seconds, job.lossless, calls_by_num_draft),
+      kl=held.ledger.kl.tolist() if held.ledger else None,
+      **columns,
+  )
+
+
+class _Run:
+  """One batch on its way from prompts to text: the state on device, and what the host knows of it."""
+
+  def __init__(self, prompts, **options):
+    self._job = job = Job(prompts, **options)
+    self._auto, self.stop = job.auto, job.stop
+    if self._auto and not self._auto.costs and jax.process_count() > 1:
+      raise ValueError('num_draft is to be chosen by costs that each process would measure for itself, and then not '
+                       'all choose the same: give a number, or AutoDraft(costs=...).')
+    self._count = len(job.rows)
+    groups = sharding.row_groups(job.mesh)
+    extra = -self._count % groups
+    if extra:
+      warnings.warn(f'{self._count} rows do not split over {groups} groups of devices: {extra} idle rows are added. A '
+                    'multiple uses them all.', stacklevel=3)
+    self._rows = [*range(self._count), *[-1] * extra]
+    self._prompt_length = job.prompt_lengths(self._rows)
+    self.config = job.config(max(map(job.max_length, range(self._count))))
+    self._rule, self._sampling = job.placed(job.of_rows(job.laws, self._rows))
     self.state = None  # before the first round
 
   def rounds(self, max_rounds):
@@ -450,10 +558,10 @@ class _Run:
 
   def record(self):
     """The rounds of decoding to the end: see `record_rounds`."""
-    state = decode.prefill(*self._models, *self._inputs, self.config)
+    state = self._job.prefill(self._rows, self.config)
     rounds = []
     while not np.all(done := sharding.fetch(state.done)):
-      state, info = decode.decode_step(*self._models, self._rule, self._sampling, state, self.config)
+      state, info = decode.decode_step(*self._job.models, self._rule, self._sampling, state, self.config)
       rounds.append(jax.tree.map(lambda leaf: leaf[~done], sharding.fetch((info.draft, info.target_probs))))
     if not rounds:
       raise ValueError('no round was decoded: nothing is recorded.')
@@ -469,17 +577,17 @@ class _Run:
   def _find_costs(self):
     auto = self._auto
     self._costs = auto.costs or schedule.costs_of(
-        *self._models, self._sampling, len(self._prompt_length), self.config, auto.folder,
-        lambda: decode.prefill(*self._models, *self._inputs, self.config))
+        *self._job.models, self._sampling, len(self._rows), self.config, auto.folder,
+        lambda: self._job.prefill(self._rows, self.config))
 
   def _first_round(self):
     self.state = None  # lets go of the caches of an earlier reading before there are others
-    self._target, self._draft = self._models
+    self._target, self._draft = self._job.models
     if self._auto:
-      self._chooser = schedule.Chooser(self._costs, self.config.num_draft, len(self._prompt_length))
+      self._chooser = schedule.Chooser(self._costs, self.config.num_draft, len(self._rows))
       self._number = self._chooser.num_draft  # that whose program decodes
       self._draft = self._draft if self._chooser.num_draft else None
-    self.state = decode.prefill(self._target, self._draft, *self._inputs, self.config)
+    self.state = self._job.prefill(self._rows, self.config, drafting=self._draft is not None)
     self._advance(1)
 
   def _advance(self, max_rounds):
@@ -515,18 +623,15 @@ class _Run:
   def _look_for_stops(self):
     for row in range(self._count):
       if row not in self._stopped:
-        found = _first_stop(self._tokenizer, self._row_tokens(row), self.stop)
+        found = first_stop(self._job.tokenizer, self._row_tokens(row), self.stop)
         if found:
           self._stopped[row] = found
     if self._stopped:
-      stopped = np.isin(np.arange(len(self._prompt_length)), list(self._stopped))
+      stopped = np.isin(np.arange(len(self._rows)), list(self._stopped))
       self._done = self._done | stopped
       finish = np.where(stopped, np.int32(Finish.STOP), sharding.fetch(self.state.finish))
-      done, finish = self._placed((self._done, finish))
+      done, finish = self._job.placed((self._done, finish))
       self.state = self.state.replace(done=done, finish=finish)
-
-  def _placed(self, tree):
-    return jax.tree.map(jnp.asarray, tree) if self._mesh is None else sharding.place(tree, sharding.rows(self._mesh))
 
   def _row_tokens(self, row):
     return self._tokens[row, self._prompt_length[row] : self._length[row]].tolist()
@@ -540,38 +645,15 @@ class _Run:
     """The first row's text as far as later tokens cannot change it."""
     if 0 in self._stopped:
       return self._stopped[0][1]
-    text = _detokenize(self._tokenizer, self._row_tokens(0))
+    text = detokenize(self._job.tokenizer, self._row_tokens(0))
     return text[: _settled_length(text, self.stop)]
 
   def completions(self):
     """The answers so far."""
     if self.state is None:
       raise ValueError('nothing is decoded yet: iterate over the stream first.')
-    from_draft, logprobs, finish = sharding.fetch((self.state.from_draft, self.state.logprobs, self.state.finish))
-    texts, tokens, flags, nats, reasons, emitted, verifier = [], [], [], [], [], [], []
-    ledger = self.state.ledger and sharding.fetch(self.state.ledger)
-    for row, start in enumerate(self._prompt_length[: self._count]):
-      new = self._row_tokens(row)
-      count, text = self._stopped.get(row, (len(new), None))
-      texts.append(_detokenize(self._tokenizer, new) if text is None else text)
-      tokens.append(new[:count])
-      flags.append(from_draft[row, start : start + count].tolist())
-      nats.append(logprobs[row, start : start + count].tolist())
-      reasons.append(Finish(finish[row]).name.lower())
-      if ledger:
-        emitted.append(ledger.emitted_logprobs[row, start : start + count].tolist())
-        verifier.append(ledger.verifier_logprobs[row, start : start + count].tolist())
     decoded = self.new_tokens - self._first_tokens
     seconds = metrics.Seconds(self._clock.seconds, self._first_token, self._decode, decoded, self._measure)
-    calls = self._chooser.calls if self._auto else None
-    return Completions(
-        texts=texts,
-        tokens=tokens,
-        from_draft=flags,
-        logprobs=nats,
-        finish_reasons=reasons,
-        stats=metrics.summarize(self.state, self._prompt_length, sum(map(len, tokens)), seconds, self.lossless, calls),
-        kl=ledger.kl[: self._count].tolist() if ledger else None,
-        emitted_logprobs=emitted if ledger else None,
-        verifier_logprobs=verifier if ledger else None,
-    )
+    answered = jax.tree.map(lambda leaf: leaf[: self._count], fetch_rows(self.state))
+    return completions(self._job, answered, self._prompt_length[: self._count], self._stopped, seconds,
+                       self._chooser.calls if self._auto else None)

@@ -6,6 +6,8 @@
 
 One prompt is streamed. A file of prompts shows a progress bar, and every answer is on disk before the next batch
 starts: the same command again goes on where it stopped. A table follows: tokens per verifier call, acceptance, seconds.
+With --show_accepted a terminal shows a streamed answer by colours: tokens that were drafted and kept in blue, those in
+place of a rejected one in orange and underlined, those after a draft that was kept whole in green and bold.
 The default model needs 1 GB of memory and writes 20 to 70 tokens a second on two CPU cores.
 
 All devices are used: --mesh_data=2 --mesh_model=4 has four share each answer, and two such groups share the prompts.
@@ -14,6 +16,7 @@ On hosts of one TPU pod, GKE or SLURM job start the same command on each with --
 """
 
 import math
+import os
 import sys
 import warnings
 
@@ -23,7 +26,7 @@ from lib import pod, record
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
-from cactus_jax import metrics, records, sharding, text
+from cactus_jax import display, metrics, records, sharding, text
 from cactus_jax.models import rope
 from cactus_jax.models.config import FAMILIES
 
@@ -33,6 +36,9 @@ _PROMPT_FIELD = flags.DEFINE_string(
     'prompt_field', 'prompt', 'Where a line has its prompt: a string, strings (the first is taken) or messages.')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL file to append answers to; what it already holds is kept.')
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 8, 'Prompts decoded together.', lower_bound=1)
+_SHOW_ACCEPTED = flags.DEFINE_boolean(
+    'show_accepted', False, 'Colour a streamed answer by where its tokens come from, and count them. (No colours where '
+    'standard output is no terminal, or with NO_COLOR set.)')
 _LIST_MODELS = flags.DEFINE_boolean('list_models', False, 'Print which models can be loaded, and from what; then end.')
 _COMPARE = flags.DEFINE_boolean('compare_plain', True, 'Time plain decoding too, to tell whether speculation pays.')
 
@@ -44,6 +50,8 @@ def read_prompts() -> list:
   """The prompts of the flags or of standard input."""
   if _PROMPT.value is not None and _PROMPTS_FILE.value is not None:
     raise ValueError('--prompt and --prompts_file are both given: choose one.')
+  if _SHOW_ACCEPTED.value and _PROMPTS_FILE.value is not None:
+    raise ValueError('--show_accepted is for one prompt, whose answer is streamed; with --prompts_file drop it.')
   if _PROMPTS_FILE.value is not None:
     rows = record.read_rows(_PROMPTS_FILE.value, check=prompt_of)
     if not rows:
@@ -96,12 +104,20 @@ def answer(index, prompt, done, row, settings):
 
 def stream_one(prompt, options) -> cj.Completions:
   """Prints the answer as it is written."""
-  stream = cj.stream_text(prompt, **options)
-  for piece in stream:
+  stream, show = cj.stream_text(prompt, **options), _SHOW_ACCEPTED.value
+  paint = display.ansi if show and has_colours() else display.plain
+  for piece in paint(stream.spans()) if show else stream:
     common.stop_if_interrupted()
     print(piece, end='', flush=True)
   print()
+  if show:
+    print('\n' + ''.join(paint(display.legend(stream.completions.origins[0]))))
   return stream.completions
+
+
+def has_colours() -> bool:
+  """Whether standard output is a terminal that may be written to in colours (https://no-color.org)."""
+  return sys.stdout.isatty() and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
 
 
 def answer_many(prompts, finished, rows, options, settings, size) -> list[cj.Completions]:

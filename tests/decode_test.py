@@ -712,27 +712,40 @@ def test_counters_agree_with_each_other(kind):
     assert 0 < accepted.sum() < tested.sum()
 
 
-def test_flags_and_counters_are_those_of_the_rounds():
-  """Rebuilt from the verdict of every round, with an eos and a limit that cut some short."""
+@pytest.mark.parametrize('draft', [DRAFT, PromptLookup()], ids=['model', 'lookup'])
+def test_flags_and_counters_are_those_of_the_rounds(draft):
+  """Rebuilt from the verdict of every round, with an eos and a limit that cut some short.
+
+  (A lookup often drafts fewer tokens than it may; the one after those is as much a bonus.)
+  """
   prompts, config = ragged_prompts(), EOS_CONFIG
-  state = fakes.start(TARGET, DRAFT, prompts=prompts, max_new=7 + np.arange(B) % 9, config=config)
+  state = fakes.start(TARGET, draft, prompts=prompts, max_new=7 + np.arange(B) % 9, config=config)
   shape = state.tokens.shape
   flags, accepted, tested = np.zeros(shape, bool), np.zeros((B, K), int), np.zeros((B, K), int)
+  bonus, short = np.zeros(shape, bool), set()
   cut = set()
   while not np.all(state.done):
     length, done = np.asarray(state.length), np.asarray(state.done)
     state, info = step(
-      TARGET, DRAFT, Exact(), SamplingParams(temperature=np.ones(B, np.float32)), state, config
+      TARGET, draft, Exact(), SamplingParams(temperature=np.ones(B, np.float32)), state, config
     )
     for row in np.flatnonzero(~done):
       count, num_accepted = int(state.length[row]) - length[row], int(info.verdict.num_accepted[row])
+      num_drafted = int(info.draft.num_drafted[row])
       flags[row, length[row] : length[row] + min(count, num_accepted)] = True
       accepted[row, : min(count, num_accepted)] += 1
-      tested[row, : min(count, num_accepted + 1, K)] += 1
+      tested[row, : min(count, num_accepted + 1, num_drafted)] += 1
+      if count > num_accepted == num_drafted:
+        bonus[row, length[row] + num_accepted] = True
+        short.add(num_drafted < K)
       if count <= num_accepted:
         cut.add(int(state.finish[row]))
-  assert cut == {Finish.EOS, Finish.LENGTH}
+  if draft is DRAFT:
+    assert cut == {Finish.EOS, Finish.LENGTH} and short == {False}
+  else:
+    assert True in short
   np.testing.assert_array_equal(state.from_draft, flags)
+  np.testing.assert_array_equal(state.is_bonus, bonus)
   np.testing.assert_array_equal(state.stats.accepted, accepted)
   np.testing.assert_array_equal(state.stats.tested, tested)
 

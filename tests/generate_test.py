@@ -3,14 +3,17 @@
 A run goes through the program's own door: argv in; printed lines, files and an exit code out.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
 import pathlib
+import pty
 import re
 import subprocess
 import sys
+import threading
 import warnings
 
 import generate
@@ -202,6 +205,85 @@ def test_a_draft_brings_its_tokenizer(cli, loaded):
   )
 
 
+# Where tokens come from.
+
+
+@pytest.fixture
+def terminal(cli, monkeypatch):
+  """terminal(*arguments): exit code, and what a terminal gets from a run."""
+
+  def run(*arguments):
+    ours, theirs = pty.openpty()
+    seen = []
+
+    def read():
+      with contextlib.suppress(OSError):  # that is how the other end's closing shows
+        while part := os.read(ours, 1 << 16):
+          seen.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with monkeypatch.context() as patch, open(theirs, 'w', encoding='utf-8') as screen:
+      patch.setattr(sys, 'stdout', screen)
+      code, *_ = cli(*arguments)
+    reader.join()
+    os.close(ours)
+    return code, b''.join(seen).decode().replace('\r\n', '\n')
+
+  return run
+
+
+@pytest.fixture
+def flawed_draft(loaded, monkeypatch):
+  """Makes some/model a draft that is wrong about two tokens of ANSWER."""
+  load = cj.load_transformer
+
+  def flawed(source, **options):
+    model = load(source, **options)
+    return model.replace(script_BS=model.script_BS.at[:, [4, 11]].add(1)) if source == 'some/model' else model
+
+  monkeypatch.setattr(cj, 'load_transformer', flawed)
+
+
+SHOW = ('--prompt=hi', '--draft=some/model', '--show_accepted', '--temperature=0', *SHORT)
+# Of each character of ANSWER the token that completes it: accepted, recovered or bonus.
+WHOSE = 'aaaaaab' + 'raaaaab' + 'aaaab'
+CODES = {'0;38;5;63': 'a', '4;38;5;130': 'r', '1;38;5;29': 'b'}
+
+
+def test_a_terminal_shows_where_tokens_come_from(terminal, flawed_draft, monkeypatch, tmp_path):
+  monkeypatch.delenv('NO_COLOR', raising=False)
+  monkeypatch.setenv('TERM', 'xterm-256color')
+  code, out = terminal(*SHOW, f'--output={tmp_path / "out.jsonl"}')
+  assert code == 0
+  _, answer, _, legend, *table = out.split('\n')
+  shown = re.findall('\x1b\\[([0-9;]+)m(.+?)\x1b\\[0m', answer)
+  assert re.sub('\x1b\\[[0-9;]*m', '', answer) == ''.join(text for _, text in shown) == ANSWER
+  assert ''.join(CODES[code] * len(text) for code, text in shown) == WHOSE
+  numbers = {CODES[code]: int(number) for code, number in re.findall('\x1b\\[([0-9;]+)m([0-9]+) ', legend)}
+  [row] = lines(tmp_path / 'out.jsonl')
+  accepted = sum(row['from_draft'])
+  assert numbers == {'a': accepted, 'r': 2, 'b': len(row['tokens']) - accepted - 2}
+  assert row['text'] == ANSWER and '\x1b' not in ''.join(table)
+
+
+@pytest.mark.parametrize('name, value', [('NO_COLOR', '1'), ('TERM', 'dumb')])
+def test_a_terminal_is_shown_no_colours_that_it_does_not_want(terminal, flawed_draft, monkeypatch, name, value):
+  monkeypatch.setenv(name, value)
+  code, out = terminal(*SHOW)
+  assert code == 0 and '\x1b' not in out
+  assert out.split('\n')[1] == ANSWER
+
+
+def test_what_is_no_terminal_gets_no_colours(cli, flawed_draft):
+  code, out, _ = cli(*SHOW)
+  assert code == 0 and '\x1b' not in out
+  _, answer, _, legend, *_ = out.split('\n')
+  assert answer == ANSWER
+  assert legend.startswith('20 accepted (drafted and kept)   2 recovered (')
+  assert 'recovered' not in cli(*SHOW, '--noshow_accepted')[1]
+
+
 # A file of prompts.
 
 
@@ -319,6 +401,7 @@ ERRORS = {
   ),
   'no prompts': ('\n', '', 'FOLDER/prompts holds no prompts.'),
   'missing file': (None, '--prompts_file=FOLDER/none', 'FOLDER/none cannot be read: '),
+  'colours of a file': (GOOD, '--show_accepted', '--show_accepted is for one prompt, whose answer is streamed;'),
   'two sources': (GOOD, '--prompt=hi', '--prompt and --prompts_file are both given: choose one.'),
   'empty prompt': (None, '--prompt= --raw', 'prompt 0 is empty: need at least one token to continue from.'),
   'empty input': (None, '', 'prompt 0 is empty: need at least one token'),

@@ -41,6 +41,8 @@ LEVELS = {
   'metrics': ('', 4),
   'schedule': ('', 4),
   'text': ('', 4.1),
+  'batching': ('', 4.2),
+  'display': ('', 4.2),
   'corpus': ('', 4.2),
   'distill': ('', 4.3),
   'models': ('M', 9),  # an __init__ without contents: nothing is to be taken from it

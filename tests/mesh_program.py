@@ -145,19 +145,38 @@ def logits_in_8_bits(mesh):
   return [sharding.fetch(logits)[:, -1, :32].tolist() for logits in (first, second)]
 
 
-def write_text(mesh):
-  """Five answers, which two or four groups of devices cannot share evenly, one of them cut by a stop string."""
-  import warnings
-
+def text_options(mesh):
+  """Five prompts, which two or four groups of devices cannot share evenly, and a string that cuts one answer."""
   import cactus_jax as cj
   from tests import fakes
 
   target, draft = models(mesh)
+  return ['a', 'bc', 'def', 'a longer prompt', 'z'], dict(
+      target=target, draft=draft, tokenizer=fakes.byte_tokenizer(), raw=True, rule=cj.Clamp(0.5), num_draft=3,
+      max_new_tokens=20, stop=('r',), seed=3, ledger=True)
+
+
+def write_each(mesh):
+  """The answers two at a time (or one for each group of devices), the next prompt in the place of what has ended."""
+  import cactus_jax as cj
+
+  prompts, options = text_options(mesh)
+  out = dict(cj.generate_each(prompts, **options, batch_size=2))
+  each = [out[i] for i in range(len(prompts))]
+  return {'tokens': [one.tokens[0] for one in each], 'finish': [one.finish_reasons[0] for one in each],
+          'origins': [one.origins[0] for one in each]}
+
+
+def write_text(mesh):
+  """The answers as one batch."""
+  import warnings
+
+  import cactus_jax as cj
+
+  prompts, options = text_options(mesh)
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
-    out = cj.generate_text(
-        ['a', 'bc', 'def', 'a longer prompt', 'z'], target=target, draft=draft, tokenizer=fakes.byte_tokenizer(),
-        raw=True, rule=cj.Clamp(0.5), num_draft=3, max_new_tokens=20, stop=('r',), seed=3, ledger=True)
+    out = cj.generate_text(prompts, **options)
   stats = out.stats
   return {'tokens': out.tokens, 'texts': out.texts, 'finish': out.finish_reasons, 'lossless': out.lossless,
           'counts': [stats.new_tokens, stats.decoded, stats.verifier_calls, stats.accepted_at, stats.tested_at],
@@ -185,6 +204,7 @@ def main():
     results[name] = decode_all(mesh, int(half) if half else None)
     if args.text:
       results[name]['text'] = write_text(mesh)
+      results[name]['each'] = write_each(mesh)
       results[name]['int8'] = {'logits': logits_in_8_bits(mesh)}
   with open(args.out, 'w', encoding='utf-8') as file:
     json.dump(results, file)

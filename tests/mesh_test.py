@@ -67,9 +67,9 @@ def assert_same(found, reference):
 def test_the_reference_decodes(one_process):
   """What is compared is no trifle: rejections, full accepts, ends of text, and a row of its own length each."""
   reference = one_process['none']
-  assert len(reference) == 12
+  assert len(reference) == 13
   for case, result in reference.items():
-    if case not in ('text', 'int8'):
+    if case not in ('text', 'each', 'int8'):
       assert len({len(tokens) for tokens in result['tokens']}) > 3
       assert {1, 2} <= set(result['finish'])
   accepted = np.array(reference['model, Cactus(delta=0.5)']['accepted'])
@@ -84,7 +84,7 @@ def test_8_bits_are_those_of_the_model(one_process):
 
 @pytest.mark.parametrize('mesh', MESHES)
 def test_same_tokens_on_every_mesh(one_process, mesh):
-  assert len(one_process[mesh]) == 7
+  assert len(one_process[mesh]) == 8
   assert_same(one_process[mesh], one_process['none'])
 
 
@@ -96,9 +96,15 @@ def test_uneven_batches_are_padded_and_said(one_process):
   assert one_process['2x1x4']['text']['rows'] == [5, 5, 5]
 
 
+def test_answers_one_after_the_other_are_those_of_a_batch(one_process):
+  together, each = one_process['none']['text'], one_process['none']['each']
+  assert each['tokens'] == together['tokens'] and each['finish'] == together['finish']
+  assert 'stop' in each['finish'] and len({len(tokens) for tokens in each['tokens']}) > 2
+
+
 def test_same_tokens_on_two_processes(one_process, tmp_path):
   for found in on_two_processes(tmp_path, '2x1x4:1', '--text'):
-    assert len(found['2x1x4']) == 7
+    assert len(found['2x1x4']) == 8
     assert_same(found['2x1x4'], one_process['none'])
 
 

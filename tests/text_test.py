@@ -4,8 +4,10 @@ Most tests decode a `fakes.ScriptedLM`, whose text is known in advance, with a d
 wants it to be; so a given character or stop string can be put at any place of any round.
 """
 
+import collections
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -538,6 +540,65 @@ def test_a_stream_may_be_left_and_read_again():
     assert ''.join(streamed) == 'abcdefghijklmnopqrstu'
     assert streamed.completions.tokens == [expected_stop(ids, ['XY'])[0]]
     assert streamed.completions.finish_reasons == ['stop']
+
+
+# Whose a piece of the text is.
+
+ORIGINS = ('accepted', 'recovered', 'bonus')
+
+
+def spans(tokens, origins, text=None):
+  """`text.spans` of a row of these tokens."""
+  text = decoded(tokens) if text is None else text
+  done = types.SimpleNamespace(texts=[text], tokens=[tokens], origins=[origins])
+  return list(text_lib.spans(done, tokenizer()))
+
+
+def by_character(spans):
+  return [(character, origin) for text, origin in spans for character in text]
+
+
+def test_a_character_belongs_to_the_token_that_completes_it():
+  tokens = ids_of('a€b the') + [end()]
+  assert len(tokens) == 5 + 1 + 1, 'a character of three tokens, a word of one'
+  origins = ['accepted', 'bonus', 'accepted', 'recovered', 'accepted', 'bonus', 'recovered']
+  whole = [('a', 'accepted'), ('€', 'recovered'), ('b', 'accepted'), (' the', 'bonus')]
+  assert spans(tokens, origins) == whole
+  assert spans(tokens[:6], origins[:6], 'a€b th') == whole[:3] + [(' th', 'bonus')], 'cut by a stop string'
+  assert spans([], []) == []
+
+
+def test_spans_add_up_to_the_text_whatever_the_tokens():
+  """Broken characters, whole ones of one to four bytes, words; each token of a random origin, the text cut anywhere."""
+  split = broken = 0
+  for seed in range(200):
+    rng = np.random.default_rng(seed)
+    parts = [rng.integers(0, 256, 3).tolist(), *map(ids_of, ('é', '日本', ASTRONAUT, 'the', ' op', '\ufffd', '\n'))]
+    tokens = sum((parts[i] for i in rng.integers(len(parts), size=rng.integers(12))), [])
+    origins = rng.choice(ORIGINS, len(tokens)).tolist()
+    text = decoded(tokens)[: rng.integers(100)]
+    found = spans(tokens, origins, text)
+    assert ''.join(piece for piece, _ in found) == text and all(piece for piece, _ in found)
+    split += len(found) < len(tokens)
+    broken += '\ufffd' in text
+  assert split > 100 and broken > 50
+
+
+@pytest.mark.parametrize('stop', [(), ['🌈👍', 'ト。', 'he 👍', 'nd\ufffd']], ids=['', 'with stop strings'])
+@pytest.mark.parametrize('name', TEXTS)
+def test_a_stream_gives_the_spans_of_the_whole_text(name, stop):
+  ids = ids_of(TEXTS[name]) + [end()]
+  seen = collections.Counter()
+  for seed in range(6):
+    wrong = np.flatnonzero(np.random.default_rng(seed).random(90) < 0.3)
+    streamed = cj.stream_text(PROMPT, **options(**pair([ids], wrong), num_draft=2, stop=stop))
+    pieces = list(streamed.spans())
+    done = streamed.completions
+    assert ''.join(piece for piece, _ in pieces) == done.texts[0] and all(piece for piece, _ in pieces)
+    assert by_character(pieces) == by_character(text_lib.spans(done, tokenizer()))
+    assert done.finish_reasons == ['stop' if stop else 'eos']
+    seen.update(origin for _, origin in pieces)
+  assert all(seen[origin] for origin in ORIGINS)
 
 
 # Figures and flags of the answers.

@@ -160,9 +160,9 @@ class Compiler:
     state = self.state(target, draft)
     numbers = lambda record: jax.tree.map(lambda _: jax.ShapeDtypeStruct(
         (self.setting.batch,), jnp.float32, sharding=sharding.rows(self.mesh)), record)
-    rounds = jax.ShapeDtypeStruct((), jnp.int32)
+    bound = jax.ShapeDtypeStruct((), jnp.int32)
     lower = lambda: decode._loop(state).lower(
-        target, draft, numbers(rule), numbers(cj.SamplingParams()), state, rounds, self._config)
+        target, draft, numbers(rule), numbers(cj.SamplingParams()), state, bound, bound, self._config)
     return self._compile(name, lower, loop=True)
 
   def prefill(self, target, draft) -> Program:
