@@ -4,6 +4,8 @@ import pathlib
 
 import setuptools
 
+EVAL = ['lm_eval==0.4.13', 'immutabledict', 'langdetect', 'nltk>=3.9.1']  # the last three are for IFEval
+
 setuptools.setup(
   name='cactus-jax',
   version='0.1.0',
@@ -30,7 +32,9 @@ setuptools.setup(
     'transformers>=5',
   ],
   extras_require={
-    'test': ['hypothesis', 'matplotlib', 'pytest>=8', 'pytest-xdist', 'scipy'],
+    'test': ['hypothesis', 'ipykernel', 'matplotlib', 'nbclient', 'nbformat', 'pytest>=8', 'pytest-xdist', 'scipy',
+             *EVAL],
+    'eval': EVAL,
     'plot': ['matplotlib'],
     'torch': ['accelerate', 'torch==2.13.0'],  # only to compare with transformers' own models
     'tpu': ['jax[tpu]'],

@@ -1,4 +1,4 @@
-"""The program of experiments/generate.py as two processes of four devices each, as on two hosts of a pod.
+"""Programs of experiments/ as two processes of four devices each, as on two hosts of a pod: mostly generate.py.
 
 The devices are pretended by the CPU. Each run is that of a user: the same command on every host, but for its number.
 """
@@ -27,10 +27,10 @@ SECONDS = 120  # in which a run, be it the slowest, must have ended
 class Job:
   """The same command on two processes; `arguments`, `environments` and `folders` are what each has of its own."""
 
-  def __init__(self, command, arguments=((), ()), environments=({}, {}), folders=(None, None)):
+  def __init__(self, command, arguments=((), ()), environments=({}, {}), folders=(None, None), program='generate.py'):
     address = f'--coordinator=localhost:{free_port()}'
     self.processes = [start([*command, address, '--num_processes=2', f'--process_id={i}', *arguments[i]], 4,
-                            environments[i], folders[i]) for i in range(2)]
+                            environments[i], folders[i], program) for i in range(2)]
 
   def end(self, seconds=SECONDS):
     """(exit code, standard output, standard error) of each process."""
@@ -43,7 +43,7 @@ def free_port():
     return free.getsockname()[1]
 
 
-def start(arguments, devices, environment=(), folder=None):
+def start(arguments, devices, environment=(), folder=None, program='generate.py'):
   environment = os.environ | {
       'JAX_PLATFORMS': 'cpu',
       'JAX_NUM_CPU_DEVICES': str(devices),
@@ -51,7 +51,7 @@ def start(arguments, devices, environment=(), folder=None):
       'JAX_COMPILATION_CACHE_DIR': os.path.abspath(jax.config.jax_compilation_cache_dir or ROOT / 'build' / 'jax'),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
   } | dict(environment)
-  line = [sys.executable, ROOT / 'experiments' / 'generate.py', *arguments]
+  line = [sys.executable, ROOT / 'experiments' / program, *arguments]
   return subprocess.Popen(line, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True)
 
@@ -259,3 +259,34 @@ def test_refuses_draft_devices_before_anything_is_loaded(command, tmp_path):
   code, out, err = end(start(command(tmp_path / 'out.jsonl', '--draft=lookup', '--draft_devices=1'), 4), 60)
   assert code == 2 and '--draft_devices means nothing to --draft=lookup' in err
   assert 'verifier' not in out
+
+
+@pytest.mark.slow
+def test_a_sweep_of_two_processes_is_that_of_one(folder, hosts):
+  """And goes on where one was lost; the first process alone has files."""
+  (folder / 'spec_bench.jsonl').write_text(''.join(json.dumps({'turns': [prompt]}) + '\n' for prompt in PROMPTS))
+  command = [f'--verifier={folder}/model', f'--draft={folder}/draft', f'--data_dir={folder}', '--tasks=spec_bench',
+             '--rules=plain; cactus delta=0.5,1', '--num_drafts=2', '--seeds=0,1', '--max_new_tokens=7',
+             '--batch_size=2']
+  told = lambda path: sorted(
+      (row['arm'], row['seed'], row['doc'], row['text'], row['verifier_calls'], row['accepted_at'])
+      for row in rows_of(path / 'rows.jsonl'))
+  code, _, err = end(start([*command, f'--output={folder}/swept'], 1, program='sweep.py'))
+  assert code == 0, err
+  whole = told(folder / 'swept')
+  assert len(whole) == 3 * 2 * 7
+
+  command += ['--output=swept', *MESH, '--mesh_model=4']
+  job = Job(command, folders=hosts, program='sweep.py')
+  deadline, rows = time.monotonic() + SECONDS, hosts[0] / 'swept' / 'rows.jsonl'
+  while not (rows.exists() and rows.read_bytes().count(b'\n') > 5):
+    assert time.monotonic() < deadline and job.processes[0].poll() is None, end(job.processes[0])
+    time.sleep(0.05)
+  job.processes[1].kill()
+  assert [code != 0 for code, _, _ in job.end()] == [True, True]
+  some = told(rows.parent)
+  assert 5 < len(some) < len(whole)
+  (code, out, err), (other_code, other_out, other_err) = Job(command, folders=hosts, program='sweep.py').end()
+  assert code == other_code == 0, err + other_err
+  assert f'42 answers, of which {len(some)} are there' in out and other_out == '' and '42/42' in err
+  assert told(rows.parent) == whole and not list(hosts[1].iterdir())

@@ -353,6 +353,11 @@ def describe(mesh=None) -> str:
   return f'{line}; {mesh.size} devices{processes}: {axes}{drafters}'
 
 
+def given() -> dict:
+  """The flags of the command line, as they were given."""
+  return {name: FLAGS[name].value for name in FLAGS if FLAGS[name].present}
+
+
 def machine() -> str:
   """What the figures of this run were measured on."""
   return f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'

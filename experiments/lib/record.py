@@ -33,6 +33,12 @@ def read_rows(path, check=None, tail=0) -> list[dict]:
   return rows
 
 
+def read_finished_rows(path, check=None) -> tuple[list[dict], bool]:
+  """As `read_rows`, without a last line that was cut while it was written, and whether there is one."""
+  unfinished = _last_line(path)[0] if os.path.isfile(path) else 0
+  return read_rows(path, check, tail=unfinished), unfinished > 0
+
+
 class Rows:
   """A JSONL file that grows a row at a time; what is in it when it is opened counts as done.
 
