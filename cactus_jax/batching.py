@@ -73,7 +73,8 @@ class _Batches:
     groups = sharding.row_groups(job.mesh)
     in_groups = lambda count: -(-count // groups) * groups
     self._size = in_groups(min(batch_size, len(job.rows)))
-    self._entering = in_groups(max(self._size // 8, 1))  # rows that are filled together
+    self._entering = max(self._size // 8, 1)  # prompts that are read together
+    self._read_rows = in_groups(self._entering)  # rows of that pass, of which those beyond are idle
     self._progress, self._clock, self._programs = progress, metrics.CompileClock(), set()
     self._compiled = 0.0  # seconds of compiling that an answer has been charged with
     self._finished_tokens = 0
@@ -133,7 +134,7 @@ class _Batches:
       self._enter(places, [waiting.pop() for _ in places])
 
   def _enter(self, places, prompts):
-    idle = self._entering - len(prompts)
+    idle = self._read_rows - len(prompts)
     where = np.array([*places, *[self._size] * idle], np.int32)
 
     def read():
@@ -171,8 +172,8 @@ class _Batches:
       if self._job.stop:
         stopped = self._stops(start, held)
         found = np.isin(np.arange(self._size), list(stopped))
-        held = held.replace(done=held.done | found, finish=np.where(found, np.int32(Finish.STOP), held.finish))
-        self._state = self._state.replace(done=self._job.placed(held.done))
+        ends = dict(done=held.done | found, finish=np.where(found, np.int32(Finish.STOP), held.finish))
+        held, self._state = held.replace(**ends), self._state.replace(**self._job.placed(ends))
 
     self._decoding[busy] += self._timed(work) / busy.sum()
     if self._progress is not None:

@@ -10,12 +10,14 @@ are sampled as the flags say (temperature 0.6, top-p 0.95, top-k 20, at most 4,0
 and scored without what stands in <think> blocks; likelihoods, as of multiple choice, are the verifier's own, so that
 no rule has a part in them.
 
-With --use_cache every answer is on disk once it is finished, and the same command again goes on from there. What
-lm-eval makes of the answers, and each of them, goes to --output. Needs pip install -e .[eval].
+With --use_cache every answer is on disk once it is finished, and the same command again goes on from there (but for
+tasks that say do_sample: lm-eval takes none of theirs from disk). What lm-eval makes of the answers, and each of them,
+goes to --output. Needs pip install -e .[eval].
 """
 
 import json
 import os
+import sqlite3
 import sys
 
 from absl import flags
@@ -105,8 +107,12 @@ def store(results, parts):
   from lm_eval.utils import handle_non_serializable
 
   whole = results | {'settings': common.settings(), 'speculation': figures(metrics.merge(parts)) if parts else None}
-  with files.new_file(_OUTPUT.value) as file:
-    json.dump(whole, file, indent=1, ensure_ascii=False, default=handle_non_serializable)
+  try:
+    with files.new_file(_OUTPUT.value) as file:
+      json.dump(whole, file, indent=1, ensure_ascii=False, default=handle_non_serializable)
+  except OSError as error:
+    raise ValueError(f'--output={_OUTPUT.value} could not be written: {error}; the tables above are all there is, '
+                     'unless --use_cache kept the answers.') from error
 
 
 def main():
@@ -129,9 +135,11 @@ def main():
   draft, draft_tokenizer = pod.together(lambda: common.draft(target, draft_mesh, tokenizer))
   lm = harness.SpeculativeLM(
       target=target, tokenizer=tokenizer, draft=draft, draft_tokenizer=draft_tokenizer, rule=rule, sampling=sampling,
-      batch_size=_BATCH_SIZE.value, progress=lambda _: common.stop_if_interrupted(), **options)
+      batch_size=_BATCH_SIZE.value, raw=raw, progress=lambda _: common.stop_if_interrupted(), **options)
   try:
     results = evaluate(lm, found, raw)
+  except sqlite3.Error as error:
+    raise ValueError(f'--use_cache={_USE_CACHE.value} could not be written: {error}; what it has is safe.') from error
   except KeyboardInterrupt:
     where = f'safe in {cache_path()}_rank0.db' if _USE_CACHE.value else 'lost; --use_cache=NAME would keep them'
     print(f'\n{lm.finished} requests were answered; the answers are {where}', file=sys.stderr)

@@ -8,13 +8,14 @@
 arm each). All flags may stand in a file, one a line: --flagfile=FILE. Tasks are lm-eval's, or spec_bench, which has no
 score. Requests are batched continuously: a row whose answer is finished is given the next question.
 
-Every answer is a line of OUTPUT/rows.jsonl before the next ones are begun; the same command goes on where it stopped,
+Every answer is a line of OUTPUT/rows.jsonl as soon as it is finished; the same command goes on where it stopped,
 and one with more arms, numbers, seeds or tasks adds to what is there. OUTPUT/run.json has what all rows share, and
 each start with its date, source and machine; rows of other settings are refused.
 
 Meshes and pods are used as by generate.py, with the same flags.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import itertools
@@ -22,11 +23,12 @@ import json
 import pathlib
 import subprocess
 import time
+import warnings
 
 import jax
 from absl import flags
+from lib import answers, pod, record, tasks
 from lib import flags as common
-from lib import pod, record, tasks
 from tqdm.auto import tqdm
 
 import cactus_jax as cj
@@ -68,12 +70,14 @@ def arms(rules, num_drafts) -> list[Arm]:
     values = {}
     for pair in pairs:
       field, equals, listed = pair.partition('=')
-      if not equals or not all(listed.split(',')):
+      if not equals or not all(listed.split(',')) or field in values:
         raise ValueError(f'--rules: {pair!r} in {item!r}: numbers are written name=value, or name=value,value.')
-      values[field] = listed.split(',')
+      values[field] = [_value(value) for value in listed.split(',')]
     for chosen in itertools.product(*values.values()):
-      label = ' '.join([name, *(f'{field}={value}' for field, value in zip(values, chosen))])
-      found += [Arm(label, _rule(item, name, dict(zip(values, chosen))), num) for num in num_drafts]
+      pairs = [f'{field}={value:g}' if isinstance(value, float) else f'{field}={value}'
+               for field, value in zip(values, chosen)]
+      rule = _rule(item, name, dict(zip(values, chosen)))
+      found += [Arm(' '.join([name, *pairs]), rule, num) for num in num_drafts]
   if not found:
     raise ValueError(f'--rules={rules!r}: need at least one rule.')
   if len({(arm.name, arm.num_draft) for arm in found}) < len(found):
@@ -92,12 +96,13 @@ def _rule(item, name, values):
   if missing:
     raise ValueError(f'--rules: {item!r} needs {", ".join(missing)}.')
   try:
-    return cls(**{field: _value(value) for field, value in values.items()})
+    return cls(**values)
   except ValueError as error:
     raise ValueError(f'--rules: {item!r}: {error}') from None
 
 
 def _value(text):
+  """A number, a truth value, or a name."""
   if text in ('True', 'False'):
     return text == 'True'
   try:
@@ -133,7 +138,7 @@ class Folder:
     except OSError as error:
       raise ValueError(f'{path} cannot be written: {error}') from None
     held, rows = _read_run(path / 'run.json'), path / 'rows.jsonl'
-    if held is None and rows.exists():
+    if held is None and rows.exists() and rows.stat().st_size:
       raise ValueError(f'{path} holds rows without run.json: choose another --output.')
     if held is None:
       held = {'settings': settings, 'starts': []}
@@ -146,18 +151,24 @@ class Folder:
       raise ValueError(f'{path} holds answers of other settings ({"; ".join(other)}): choose another --output.')
     held = held | {'settings': theirs | {'tasks': theirs['tasks'] | settings['tasks']},
                    'starts': [*held['starts'], start]}
-    self._rows = record.Rows(rows)
-    self.done = {}  # (task, arm, number of drafted tokens, seed) -> questions that are answered
+    self._rows = record.Rows(rows, check=answers.check_answer)
+    self.done = {}  # (task, arm, number of drafted tokens, seed) -> [(question, digest of its prompt)], those answered
     for row in self._rows.done:
-      self.done.setdefault((row['task'], row['arm'], row['num_draft'], row['seed']), []).append(row['doc'])
+      cell = self.done.setdefault((row['task'], row['arm'], row['num_draft'], row['seed']), [])
+      cell.append((row['doc'], row.get('prompt')))
     try:
       with files.new_file(path / 'run.json') as file:
         json.dump(held, file, indent=1)
     except OSError as error:
       raise ValueError(f'{path} cannot be written: {error}') from None
 
+  def close(self):
+    """Lets another run write here."""
+    self._lock.close()
+
   def append(self, row):
-    """Writes a row and sees it through to the disk."""
+    """Writes a row and sees it through to the disk. Raises ValueError for one that no table could be made of."""
+    answers.check_answer(row)
     self._rows.append(row)
 
 
@@ -177,10 +188,8 @@ def settings_of(loaded) -> dict:
   """What determines an answer, its score and its time, beside the arm, the seed and the question."""
   held = {name: value for name, value in common.settings().items() if name not in ('rule', 'num_draft', 'seed', 'stop')}
   devices = f'{jax.device_count()} of {jax.devices()[0].device_kind}'
-  # (Of the questions the first, which all runs have, whatever their --max_questions.)
-  asked = {task.name: {'metric': task.metric, 'first_question': pod.digest(task.questions[0].prompt)}
-           for task in loaded}
-  return held | {'batch_size': _BATCH_SIZE.value, 'devices': devices, 'tasks': asked}
+  return held | {'batch_size': _BATCH_SIZE.value, 'devices': devices,
+                 'tasks': {task.name: {'metric': task.metric} for task in loaded}}
 
 
 def start_of() -> dict:
@@ -201,6 +210,7 @@ def row_of(task, question, arm, seed, done) -> dict:
   return {
       'task': task.name,
       'doc': question.doc,
+      'prompt': pod.digest(question.prompt),
       'arm': arm.name,
       'num_draft': arm.num_draft,
       'seed': seed,
@@ -210,8 +220,8 @@ def row_of(task, question, arm, seed, done) -> dict:
       'new_tokens': stats.new_tokens,
       'decoded': stats.decoded,
       'verifier_calls': stats.verifier_calls,
-      'accepted_at': stats.accepted_at,
-      'tested_at': stats.tested_at,
+      'accepted_at': [*stats.accepted_at],
+      'tested_at': [*stats.tested_at],
       'kl': spent and spent.kl,
       'decided': spent and spent.decided,
       'max_kl': spent and spent.max_kl,
@@ -224,7 +234,13 @@ class Cell:
   """The questions of one task that one arm answers for one seed."""
 
   def __init__(self, task, arm, seed, done):
+    """Args: done, [(question, digest of its prompt)] of those answered. Raises ValueError if they were others."""
     self.task, self.arm, self.seed = task, arm, seed
+    done = dict(done)
+    for question in task.questions:
+      if done.get(question.doc, digest := pod.digest(question.prompt)) != digest:
+        raise ValueError(f'{_OUTPUT.value} holds an answer to question {question.doc} of {task.name} with another '
+                         'prompt: other data, or other examples. Choose another --output.')
     self.todo = [question for question in task.questions if question.doc not in done]
 
   def __str__(self):
@@ -233,17 +249,39 @@ class Cell:
 
   def answers(self, options, progress):
     """(question, its answer), in the order in which they are finished."""
-    arm = self.arm
-    how = dict(draft=None, num_draft=1) if arm.rule is None else dict(rule=arm.rule, num_draft=arm.num_draft)
-    if arm.rule is None:
-      how |= dict(stop_entropy=None, draft_tokenizer=None, block_verification=False)
     by_stop = {}
     for question in self.todo:
       by_stop.setdefault(question.stop, []).append(question)
     for stop, questions in by_stop.items():
-      prompts = [question.prompt for question in questions]
-      for i, done in cj.generate_each(prompts, **options | how, stop=stop, seed=self.seed, raw=True, progress=progress):
+      for i, done in begin(self.arm, questions, options, stop=stop, seed=self.seed, progress=progress):
         yield questions[i], done
+
+
+def begin(arm, questions, options, **more):
+  """`generate_each` of an arm. What it cannot do raises ValueError here, before anything is compiled."""
+  how = dict(rule=arm.rule, num_draft=arm.num_draft)
+  if arm.rule is None:
+    how = dict(draft=None, draft_tokenizer=None, num_draft=1, stop_entropy=None, block_verification=False)
+  return cj.generate_each([question.prompt for question in questions], raw=True, **options | how | more)
+
+
+def check(loaded, grid, options):
+  """Raises ValueError for an arm that cannot be decoded, or a question that leaves no room for an answer."""
+  tokenizer = options['tokenizer']
+  context = min(model.config.max_length for model in (options['target'], options['draft']) if hasattr(model, 'config'))
+  for task in loaded:
+    for question in task.questions:
+      if (length := len(tokenizer(question.prompt)['input_ids'])) >= context:
+        raise ValueError(f'question {question.doc} of {task.name} has {length} tokens, the model a context of '
+                         f'{context}, of which at least one must be left for the answer; ask with fewer examples '
+                         '(--num_fewshot).')
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # they are said when the arm's turn comes
+    for arm in grid:
+      try:
+        begin(arm, loaded[0].questions[:1], options)
+      except ValueError as error:
+        raise ValueError(f'arm {arm.name}: {error}') from None
 
 
 def run(cells, options, folder, bar) -> str:
@@ -270,55 +308,71 @@ def run(cells, options, folder, bar) -> str:
           f'({100 * rest / max(total - compiling, 1e-9):.1f} % of what is not compiling)')
 
 
-def main():
-  """Answers what the grid of the flags asks for and OUTPUT has not."""
-  if not _OUTPUT.value:
-    raise ValueError('--output is missing: name a folder for rows.jsonl.')
-  common.refuse(['rule', 'static', 'num_draft', 'seed', 'raw', *common.RULE_FIELDS], 'arms are named by --rules, '
-                '--num_drafts and --seeds')
+def read_grid() -> tuple[list[Arm], list[int]]:
+  """Arms and seeds of the flags."""
+  common.refuse(['rule', 'static', 'num_draft', 'seed', *common.RULE_FIELDS], 'arms are named by --rules, --num_drafts '
+                'and --seeds')
   common.refuse(['stop'], 'tasks have their own stop strings')
   grid = arms(_RULES.value, whole_numbers('num_drafts', _NUM_DRAFTS.value, 1))
-  seeds = whole_numbers('seeds', _SEEDS.value, 0)
   if common.draft_name() == 'none' and any(arm.rule for arm in grid):
     raise ValueError('--draft=none: only the arm plain needs no draft.')
-  common.sampling()
-  tokenizer = pod.together(lambda: cj.load_tokenizer(common.verifier_source()))
-  loaded = pod.together(lambda: tasks.load(_TASKS.value, data_dir=_DATA_DIR.value, tokenizer=tokenizer,
-                                           num_fewshot=_FEWSHOT.value, limit=_LIMIT.value))
-  settings, folder = pod.together(lambda: settings_of(loaded)), None
-  pod.check_agreement({'the questions': pod.digest([q.prompt for task in loaded for q in task.questions])})
+  return grid, whole_numbers('seeds', _SEEDS.value, 0)
 
-  def open_folder():
+
+def open_folder(settings, held) -> tuple[Folder | None, dict]:
+  """The folder, on the first process, which `held` lets go of in the end; and what it has answered, on all."""
+  folder = None
+
+  def open_it():
     nonlocal folder
-    folder = Folder(_OUTPUT.value, settings, start_of())
-    return [[*cell, docs] for cell, docs in folder.done.items()]
+    folder = held.enter_context(contextlib.closing(Folder(_OUTPUT.value, settings, start_of())))
+    return [[*cell, answered] for cell, answered in folder.done.items()]
 
-  done = {tuple(cell): set(docs) for *cell, docs in pod.on_first(open_folder)}
-  cells = [Cell(task, arm, seed, done.get((task.name, arm.name, arm.num_draft, seed), ()))
-           for seed in seeds for task in loaded for arm in grid]
-  total, left = sum(len(cell.task.questions) for cell in cells), sum(len(cell.todo) for cell in cells)
-  print(f'{total} answers, of which {total - left} are there; {len(grid)} arms; {common.describe_verifier()}; draft '
-        f'{common.draft_name()}', flush=True)
-  advice = f'python scripts/make_tables.py {_OUTPUT.value}'
-  if not left:
-    print(advice)
-    return
+  done = {tuple(cell): answered for *cell, answered in pod.on_first(open_it)}
+  return folder, done
+
+
+def decode_options(tokenizer) -> dict:
+  """What `generate_each` is given of the flags by all arms."""
   mesh = common.mesh()
   draft_mesh = common.draft_mesh(mesh)
   target = pod.together(lambda: common.verifier(mesh))
   draft, draft_tokenizer = pod.together(lambda: common.draft(target, draft_mesh, tokenizer))
   names = ('max_new_tokens', 'ledger', 'block_verification', 'stop_entropy')
-  options = {name: value for name, value in common.text_options().items() if name in names}
-  options |= dict(target=target, draft=draft, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer,
-                  sampling=common.sampling(), batch_size=_BATCH_SIZE.value)
-  with tqdm(total=total, initial=total - left, unit='answer', disable=not pod.is_first()) as bar:
-    try:
-      said = run(cells, options, folder, bar)
-    except KeyboardInterrupt:
-      bar.close()
-      print(f'\n{bar.n} of {total} answers are in {_OUTPUT.value}; the same command goes on after them.')
-      raise
-  print(f'{said}\n{advice}')
+  return {name: value for name, value in common.text_options().items() if name in names} | dict(
+      target=target, draft=draft, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer, sampling=common.sampling(),
+      batch_size=_BATCH_SIZE.value)
+
+
+def main():
+  """Answers what the grid of the flags asks for and OUTPUT has not."""
+  if not _OUTPUT.value:
+    raise ValueError('--output is missing: name a folder for rows.jsonl.')
+  (grid, seeds), _ = read_grid(), common.sampling()
+  tokenizer = pod.together(lambda: cj.load_tokenizer(common.verifier_source()))
+  loaded = pod.together(lambda: tasks.load(
+      _TASKS.value, data_dir=_DATA_DIR.value, tokenizer=tokenizer, num_fewshot=_FEWSHOT.value, limit=_LIMIT.value,
+      raw=common.text_options()['raw']))
+  pod.check_agreement({'the questions': pod.digest([q.prompt for task in loaded for q in task.questions])})
+  with contextlib.ExitStack() as held:
+    folder, done = open_folder(settings_of(loaded), held)
+    cells = [Cell(task, arm, seed, done.get((task.name, arm.name, arm.num_draft, seed), ()))
+             for seed in seeds for task in loaded for arm in grid]
+    total, left = sum(len(cell.task.questions) for cell in cells), sum(len(cell.todo) for cell in cells)
+    print(f'{total} answers, of which {total - left} are there; {len(grid)} arms; {common.describe_verifier()}; draft '
+          f'{common.draft_name()}', flush=True)
+    if left:
+      options = decode_options(tokenizer)
+      pod.together(lambda: check(loaded, grid, options))
+      with tqdm(total=total, initial=total - left, unit='answer', disable=not pod.is_first()) as bar:
+        try:
+          said = run(cells, options, folder, bar)
+        except KeyboardInterrupt:
+          bar.close()
+          print(f'\n{bar.n} of {total} answers are in {_OUTPUT.value}; the same command goes on after them.')
+          raise
+      print(said)
+  print(f'python scripts/make_tables.py {_OUTPUT.value}')
 
 
 if __name__ == '__main__':

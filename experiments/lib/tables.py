@@ -217,7 +217,7 @@ def _notes(found):
   """What a reader of the table has to know, a sentence each."""
   rows, settings = found['arms'], found['run']['settings']
   made_with = [f'{name} {value}' for name, value in settings.items()
-               if name not in (*answers_lib.VARIED, 'tasks') and value is not False and value not in (None, '', [])]
+               if name != 'tasks' and value is not False and value not in (None, '', [])]
   counts = ', '.join(f'{found[name]} {name[:-1]}' + 's' * (found[name] != 1) for name in ('documents', 'seeds'))
   notes = ['; '.join(filter(None, [counts, ', '.join(made_with), found['run'].get('device'), found['run'].get('git')]))
            + '.']
@@ -232,7 +232,9 @@ def _notes(found):
   else:
     notes.append(f'[95 % intervals] are from {found["resamples"]:,} resamples of documents.')
   notes.append('AL: drafted tokens kept in a round, mean over rounds. Rej: change of the rejected tokens per emitted '
-               'token, (m - AL) / (AL + 1), from SpS.')
+               'token, (m - AL) / (AL + 1), from SpS; m counts, whether or not a round drafted as many.')
+  if settings.get('ledger'):
+    notes.append('Seconds are those of a run with the ledger, which costs rules other than exact some time.')
   over = 'plain' if found['reference'] == 'plain' else 'exact of the same m, since there is no plain'
   notes.append(f'Speed-up: tokens a second over those of {over}, on the same documents and seeds.')
   incomplete = [f'{label(row)} ({row["answers"]} of {found["answers"]})' for row in rows

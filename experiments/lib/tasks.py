@@ -4,6 +4,7 @@ Prompts, few-shot examples, extraction and scoring are lm-eval's own code, and s
 question reads as in a run of `lm_eval`, and its answer scores the same. lm-eval is imported by the first call.
 """
 
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -46,12 +47,16 @@ class Task:
     metric: the first of them; None if the task scores nothing.
   """
 
-  def __init__(self, task, tokenizer):
-    """Args: task, lm-eval's, with its requests built; tokenizer, that which is to read the prompts."""
+  def __init__(self, task, tokenizer, raw=False):
+    """Args: task, lm-eval's, with its requests built; tokenizer, that which is to read the prompts; raw, whether they
+    are plain text."""
     self._task, self._requests = task, {request.doc_id: request for request in task.instances}
     self.name = task.config.task
+    if other := {request.request_type for request in task.instances} - {'generate_until'}:
+      raise ValueError(f'task {self.name} asks for more than a text ({", ".join(sorted(other))}); here answers are '
+                       'written.')
     self.questions = [
-        Question(doc, without_bos(prompt, tokenizer), stop_strings(wanted.get('until'), tokenizer))
+        Question(doc, without_bos(prompt, tokenizer), stop_strings(wanted.get('until'), tokenizer, raw))
         for doc, (prompt, wanted) in ((doc, request.args) for doc, request in self._requests.items())]
     self.metrics = tuple(self.score(self.questions[0].doc, ''))
     self.metric = next(iter(self.metrics), None)
@@ -111,7 +116,13 @@ def find(names, *, data_dir=None, num_fewshot=None, text_only=False) -> list:
       loaded = manager.load(spec)
     group = loaded['groups'].get(name)
     found += [group] if group is not None else loaded['tasks'].values()
-  for task in [leaf for item in found for leaf in _leaves(item)]:
+  leaves = [leaf for item in found for leaf in _leaves(item)]
+  for name, count in collections.Counter(task.config.task for task in leaves).items():
+    if count > 1:
+      raise ValueError(f'task {name} is named {count} times, by itself and as a part of another: drop one.')
+  for task in leaves:
+    if 'ifeval' in task.config.task:
+      _prepare_ifeval()
     if getattr(task, 'UNSAFE_CODE', False):
       raise ValueError(f'task {task.config.task} runs the code that a model writes: that is not done here.')
     if getattr(task, 'MULTIMODAL', False):
@@ -144,7 +155,7 @@ def _prepared(task, tokenizer, limit, raw, seed) -> Task:
   with _as_lm_eval(), _explained(task.config.task):
     task.build_all_requests(limit=limit, apply_chat_template=not raw, fewshot_as_multiturn=True,
                             chat_template=None if raw else chat_template(tokenizer))
-    return Task(task, tokenizer)
+    return Task(task, tokenizer, raw)
 
 
 # Texts.
@@ -181,11 +192,14 @@ def without_bos(prompt, tokenizer):
   return prompt.removeprefix(tokenizer.bos_token) if adds else prompt
 
 
-def stop_strings(until, tokenizer) -> tuple[str, ...]:
-  """The strings of a task that end an answer, without white space (a reasoning model would end at its first blank
-  line) and without special tokens (which never show in a text; those that end one do so anyway)."""
+def stop_strings(until, tokenizer, raw=False) -> tuple[str, ...]:
+  """The strings of a task that end an answer.
+
+  Those of white space are left out (a chat model would end at its first blank line) unless prompts are raw, and so are
+  special tokens, which never show in a text; those that end one do so anyway.
+  """
   until = [until] if isinstance(until, str) else until or ()
-  return tuple(dict.fromkeys(s for s in until if s.strip() and s not in tokenizer.all_special_tokens))
+  return tuple(dict.fromkeys(s for s in until if (raw or s.strip()) and s not in tokenizer.all_special_tokens))
 
 
 def without_thoughts(text, prompt=''):
