@@ -196,6 +196,10 @@ class CompileClock:
     """Counts all the time that work() takes."""
     start = time.perf_counter()
     work()
+    self.count_since(start)
+
+  def count_since(self, start):
+    """Counts all the time since `start`, by `time.perf_counter`."""
     self._spans.append((start, time.perf_counter()))
 
   @contextlib.contextmanager

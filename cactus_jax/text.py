@@ -438,7 +438,7 @@ class Job:
     )
     self.lossless = draft is None or bool(getattr(rule, 'lossless', False))
     # The numbers of rule and sampling, and the keys, of each row.
-    self.laws = decode.settled(rule, sampling, len(self.rows), draft, self._shared)
+    self.laws = jax.tree.map(np.asarray, decode.settled(rule, sampling, len(self.rows), draft, self._shared))
     self.keys = row_keys(seed, self.rows)
     if self.auto and any(leaf.ndim > 1 for leaf in jax.tree.leaves(self.laws[0])):
       raise ValueError(f'{type(rule).__name__} has numbers for each drafted position, and num_draft is to be chosen: '

