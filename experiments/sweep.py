@@ -1,10 +1,10 @@
 """Answers to the questions of many tasks, by many rules, for many seeds: what tables and figures are made from.
 
   python experiments/sweep.py --output=runs/first --tasks=ifeval --data_dir=data --max_questions=20 \\
-      --max_new_tokens=128 --rules='plain; exact; cactus delta=0.25,1' --num_drafts=3,5
+      --max_new_tokens=128 --grid='plain; exact; cactus delta=0.25,1' --num_drafts=3,5
   python scripts/make_tables.py runs/first
 
---rules names arms: "plain", the verifier alone, or a rule with its numbers, of which each may have several values (one
+--grid names arms: "plain", the verifier alone, or a rule with its numbers, of which each may have several values (one
 arm each). All flags may stand in a file, one a line: --flagfile=FILE. Tasks are lm-eval's, or spec_bench, which has no
 score. Requests are batched continuously: a row whose answer is finished is given the next question.
 
@@ -38,7 +38,7 @@ _OUTPUT = flags.DEFINE_string('output', None, 'Folder for rows.jsonl and run.jso
 _TASKS = flags.DEFINE_list('tasks', ['ifeval'], 'Tasks of lm-eval, or spec_bench.', allow_override=True)
 _DATA_DIR = flags.DEFINE_string('data_dir', None, 'Folder with the data of the tasks; by default the hub.',
                                 allow_override=True)
-_RULES = flags.DEFINE_string('rules', 'plain; exact; cactus delta=1', 'Arms: rules with values of their numbers.')
+_GRID = flags.DEFINE_string('grid', 'plain; exact; cactus delta=1', 'Arms: rules with values of their numbers.')
 _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['10'], 'Numbers of tokens drafted a round.')
 _SEEDS = flags.DEFINE_list('seeds', ['0'], 'Seeds.')
 _LIMIT = flags.DEFINE_integer('max_questions', None, 'Questions of each task, the first ones; by default all.', 1,
@@ -58,7 +58,7 @@ class Arm:
 
 
 def arms(rules, num_drafts) -> list[Arm]:
-  """The arms of --rules, each with every number of drafted tokens. Raises ValueError for what names none."""
+  """The arms of --grid, each with every number of drafted tokens. Raises ValueError for what names none."""
   found = []
   for item in filter(None, (item.strip() for item in rules.split(';'))):
     name, *pairs = item.split()
@@ -66,12 +66,12 @@ def arms(rules, num_drafts) -> list[Arm]:
       found.append(Arm('plain', None, 0))
       continue
     if name not in common.RULES:
-      raise ValueError(f'--rules: {name!r} is no rule; there are plain, {", ".join(sorted(common.RULES))}.')
+      raise ValueError(f'--grid: {name!r} is no rule; there are plain, {", ".join(sorted(common.RULES))}.')
     values = {}
     for pair in pairs:
       field, equals, listed = pair.partition('=')
       if not equals or not all(listed.split(',')) or field in values:
-        raise ValueError(f'--rules: {pair!r} in {item!r}: numbers are written name=value, or name=value,value.')
+        raise ValueError(f'--grid: {pair!r} in {item!r}: numbers are written name=value, or name=value,value.')
       values[field] = [_value(value) for value in listed.split(',')]
     for chosen in itertools.product(*values.values()):
       pairs = [f'{field}={value:g}' if isinstance(value, float) else f'{field}={value}'
@@ -79,9 +79,9 @@ def arms(rules, num_drafts) -> list[Arm]:
       rule = _rule(item, name, dict(zip(values, chosen)))
       found += [Arm(' '.join([name, *pairs]), rule, num) for num in num_drafts]
   if not found:
-    raise ValueError(f'--rules={rules!r}: need at least one rule.')
+    raise ValueError(f'--grid={rules!r}: need at least one rule.')
   if len({(arm.name, arm.num_draft) for arm in found}) < len(found):
-    raise ValueError(f'--rules={rules!r}: an arm is named twice.')
+    raise ValueError(f'--grid={rules!r}: an arm is named twice.')
   return found
 
 
@@ -90,15 +90,15 @@ def _rule(item, name, values):
   own = {field.name: field for field in dataclasses.fields(cls)}
   for field in values:
     if field not in own:
-      raise ValueError(f'--rules: {item!r}: {name} has no {field!r}' + (f', but {", ".join(own)}.' if own else '.'))
+      raise ValueError(f'--grid: {item!r}: {name} has no {field!r}' + (f', but {", ".join(own)}.' if own else '.'))
   missing = [field.name for field in own.values()
              if field.default is dataclasses.MISSING and field.name not in values]
   if missing:
-    raise ValueError(f'--rules: {item!r} needs {", ".join(missing)}.')
+    raise ValueError(f'--grid: {item!r} needs {", ".join(missing)}.')
   try:
     return cls(**values)
   except ValueError as error:
-    raise ValueError(f'--rules: {item!r}: {error}') from None
+    raise ValueError(f'--grid: {item!r}: {error}') from None
 
 
 def _value(text):
@@ -310,10 +310,10 @@ def run(cells, options, folder, bar) -> str:
 
 def read_grid() -> tuple[list[Arm], list[int]]:
   """Arms and seeds of the flags."""
-  common.refuse(['rule', 'static', 'num_draft', 'seed', *common.RULE_FIELDS], 'arms are named by --rules, --num_drafts '
+  common.refuse(['rule', 'static', 'num_draft', 'seed', *common.RULE_FIELDS], 'arms are named by --grid, --num_drafts '
                 'and --seeds')
   common.refuse(['stop'], 'tasks have their own stop strings')
-  grid = arms(_RULES.value, whole_numbers('num_drafts', _NUM_DRAFTS.value, 1))
+  grid = arms(_GRID.value, whole_numbers('num_drafts', _NUM_DRAFTS.value, 1))
   if common.draft_name() == 'none' and any(arm.rule for arm in grid):
     raise ValueError('--draft=none: only the arm plain needs no draft.')
   return grid, whole_numbers('seeds', _SEEDS.value, 0)

@@ -266,7 +266,7 @@ def test_a_sweep_of_two_processes_is_that_of_one(folder, hosts):
   """And goes on where one was lost; the first process alone has files."""
   (folder / 'spec_bench.jsonl').write_text(''.join(json.dumps({'turns': [prompt]}) + '\n' for prompt in PROMPTS))
   command = [f'--verifier={folder}/model', f'--draft={folder}/draft', f'--data_dir={folder}', '--tasks=spec_bench',
-             '--rules=plain; cactus delta=0.5,1', '--num_drafts=2', '--seeds=0,1', '--max_new_tokens=7',
+             '--grid=plain; cactus delta=0.5,1', '--num_drafts=2', '--seeds=0,1', '--max_new_tokens=7',
              '--batch_size=2']
   told = lambda path: sorted(
       (row['arm'], row['seed'], row['doc'], row['text'], row['verifier_calls'], row['accepted_at'])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures('quick_programs')
 GSM8K = [{'question': f'What is {n} and {n}?', 'answer': f'It is {2 * n}.\n#### {2 * n}'} for n in range(4)]
 SPEC_BENCH = [{'question_id': n, 'category': 'writing', 'turns': ['abc' * n, 'Again.']} for n in range(1, 7)]
 WHOLE = []  # for tests that compare with what is decoded but once
-GRID = ('--rules=plain; exact; cactus delta=0.1,1', '--num_drafts=2,3', '--tasks=spec_bench,gsm8k')
+GRID = ('--grid=plain; exact; cactus delta=0.1,1', '--num_drafts=2,3', '--tasks=spec_bench,gsm8k')
 
 
 @pytest.fixture(scope='module')
@@ -101,7 +101,7 @@ def test_rows_are_those_of_the_grid(run, tmp_path):
 
 def test_an_answer_is_that_of_the_library(run, tmp_path, verifier, data):
   """To the prompt as lm-eval writes it, with its stop strings, scored by it."""
-  code, _, err = run('--rules=cactus delta=1', '--num_drafts=3', '--tasks=gsm8k', '--seeds=3')
+  code, _, err = run('--grid=cactus delta=1', '--num_drafts=3', '--tasks=gsm8k', '--seeds=3')
   assert code == 0, err
   tokenizer = fakes.byte_tokenizer()
   task, = tasks.load(['gsm8k'], data_dir=str(data), tokenizer=tokenizer, num_fewshot=1)
@@ -145,7 +145,7 @@ def test_an_interrupted_sweep_goes_on(run, tmp_path, monkeypatch, whole):
 
 
 def test_a_sweep_can_be_extended(run, tmp_path, whole):
-  for arguments in (('--rules=exact', '--num_drafts=2', '--tasks=spec_bench', '--max_questions=2'),
+  for arguments in (('--grid=exact', '--num_drafts=2', '--tasks=spec_bench', '--max_questions=2'),
                     (*GRID, '--seeds=7'), (*GRID, '--seeds=0,7')):
     code, _, err = run(*arguments)
     assert code == 0, err
@@ -159,7 +159,7 @@ def test_a_sweep_can_be_extended(run, tmp_path, whole):
     ('--batch_size=3', 'batch_size is 2 there and 3 here'),
 ])
 def test_other_settings_are_refused(run, tmp_path, change, words):
-  short = ('--rules=exact', '--num_drafts=2', '--tasks=gsm8k', '--max_questions=1')
+  short = ('--grid=exact', '--num_drafts=2', '--tasks=gsm8k', '--max_questions=1')
   assert run(*short)[0] == 0
   before = (tmp_path / 'out' / 'run.json').read_bytes()
   code, _, err = run(*short, change)
@@ -191,7 +191,7 @@ def test_other_folders_are_refused(run, tmp_path, name, content, words):
 
 def test_other_questions_are_refused(run, tmp_path):
   """Told by their prompts: with another number of examples, or from other data."""
-  short = ('--rules=exact', '--num_drafts=2', '--tasks=gsm8k', '--max_questions=2')
+  short = ('--grid=exact', '--num_drafts=2', '--tasks=gsm8k', '--max_questions=2')
   assert run(*short)[0] == 0
   code, _, err = run(*short, '--num_fewshot=2')
   assert code == 2 and 'an answer to question 0 of gsm8k with another prompt' in err and err.count('\n') == 1
@@ -209,7 +209,7 @@ def test_a_full_disk_is_told_and_costs_one_row(run, tmp_path, monkeypatch, good)
       raise OSError(28, 'No space left on device')
     fsync(number)
 
-  command = ('--rules=exact', '--num_drafts=2', '--tasks=spec_bench')
+  command = ('--grid=exact', '--num_drafts=2', '--tasks=spec_bench')
   monkeypatch.setattr(record.os, 'fsync', full)
   code, _, err = run(*command)
   assert code == 2 and 'No space left on device' in err and err.splitlines()[-1].startswith('error: ')
@@ -221,8 +221,8 @@ def test_a_full_disk_is_told_and_costs_one_row(run, tmp_path, monkeypatch, good)
 
 
 @pytest.mark.parametrize('arguments, words', [
-    (['--rules=plain; exact; cactus delta=1', '--block_verification'], 'arm cactus delta=1: Cactus'),
-    (['--rules=plain; exact', '--stop_entropy=1', '--draft=lookup'], 'arm exact: stop_entropy'),
+    (['--grid=plain; exact; cactus delta=1', '--block_verification'], 'arm cactus delta=1: Cactus'),
+    (['--grid=plain; exact', '--stop_entropy=1', '--draft=lookup'], 'arm exact: stop_entropy'),
 ])
 def test_what_no_arm_could_do_is_told_before_the_first_answer(run, tmp_path, arguments, words):
   code, _, err = run('--num_drafts=2', '--tasks=spec_bench', *arguments)
@@ -233,13 +233,13 @@ def test_what_no_arm_could_do_is_told_before_the_first_answer(run, tmp_path, arg
 def test_a_question_that_leaves_no_room_is_told(run, tmp_path, verifier, monkeypatch):
   small = verifier.replace(config=dataclasses.replace(verifier.config, max_length=20))
   monkeypatch.setattr(cj, 'load_transformer', lambda source, **_: small)
-  code, _, err = run('--rules=plain', '--tasks=spec_bench')
+  code, _, err = run('--grid=plain', '--tasks=spec_bench')
   assert code == 2 and 'question 5 of spec_bench has ' in err and 'the model a context of 20' in err
   assert not (tmp_path / 'out' / 'rows.jsonl').read_bytes()
 
 
 def test_a_row_that_is_no_answer_is_told(run, tmp_path):
-  assert run('--rules=exact', '--num_drafts=2', '--tasks=spec_bench', '--max_questions=1')[0] == 0
+  assert run('--grid=exact', '--num_drafts=2', '--tasks=spec_bench', '--max_questions=1')[0] == 0
   with open(tmp_path / 'out' / 'rows.jsonl', 'a') as file:
     file.write('{"task": "spec_bench"}\n')
   code, _, err = run(*GRID)
@@ -247,25 +247,25 @@ def test_a_row_that_is_no_answer_is_told(run, tmp_path):
 
 
 @pytest.mark.parametrize('arguments, words', [
-    (['--rules=cactis delta=1'], "'cactis' is no rule; there are plain, budget, cactus"),
-    (['--rules=cactus'], 'needs delta'),
-    (['--rules=cactus delta=-1'], "'cactus delta=-1': delta=-1.0: need"),
-    (['--rules=cactus delta=a'], "delta='a': need"),
-    (['--rules=cactus tau=1'], "cactus has no 'tau', but delta"),
-    (['--rules=cactus delta'], "'delta' in 'cactus delta': numbers are written name=value"),
-    (['--rules=cactus delta=1,'], 'numbers are written name=value'),
-    (['--rules=cactus delta=1 delta=2'], 'numbers are written name=value'),
-    (['--rules=cactus delta=1,1.0'], 'an arm is named twice'),
-    (['--rules=exact; exact'], 'an arm is named twice'),
-    (['--rules=exact a=1'], "exact has no 'a'."),
-    (['--rules= ;'], 'need at least one rule'),
-    (['--rules=budget'], 'budget'),
+    (['--grid=cactis delta=1'], "'cactis' is no rule; there are plain, budget, cactus"),
+    (['--grid=cactus'], 'needs delta'),
+    (['--grid=cactus delta=-1'], "'cactus delta=-1': delta=-1.0: need"),
+    (['--grid=cactus delta=a'], "delta='a': need"),
+    (['--grid=cactus tau=1'], "cactus has no 'tau', but delta"),
+    (['--grid=cactus delta'], "'delta' in 'cactus delta': numbers are written name=value"),
+    (['--grid=cactus delta=1,'], 'numbers are written name=value'),
+    (['--grid=cactus delta=1 delta=2'], 'numbers are written name=value'),
+    (['--grid=cactus delta=1,1.0'], 'an arm is named twice'),
+    (['--grid=exact; exact'], 'an arm is named twice'),
+    (['--grid=exact a=1'], "exact has no 'a'."),
+    (['--grid= ;'], 'need at least one rule'),
+    (['--grid=budget'], 'budget'),
     (['--num_drafts=0'], '--num_drafts=0: need different whole numbers of at least 1'),
     (['--num_drafts=2,2'], 'need different whole numbers'),
     (['--num_drafts=auto'], 'need different whole numbers'),
     (['--seeds='], '--seeds'),
     (['--seeds=-1'], 'need different whole numbers of at least 0'),
-    (['--rule=cactus', '--delta=1'], 'arms are named by --rules'),
+    (['--rule=cactus', '--delta=1'], 'arms are named by --grid'),
     (['--delta=1'], '--delta means nothing here'),
     (['--num_draft=4'], '--num_draft means nothing here'),
     (['--stop=a'], 'tasks have their own stop strings'),
