@@ -64,7 +64,8 @@ def test_a_round_lowers(platform, rule, batch):
 @pytest.mark.parametrize('batch', [1, BATCH])
 def test_the_loop_lowers(platform, rule, batch):
   given = arguments(rule, batch)
-  exported = lowered(platform, decode._program(decode._generate, donate_argnames='state'), *given, jnp.int32(5))
+  bounds = jnp.int32(5), jnp.int32(1)
+  exported = lowered(platform, decode._program(decode._generate, donate_argnames='state'), *given, *bounds)
   state = jax.tree.leaves(given[-1])
   assert [(x.shape, x.dtype) for x in exported.out_avals] == [(x.shape, x.dtype) for x in state]
 
@@ -75,7 +76,7 @@ def test_the_loop_lowers_for_gpus_with_any_draft(rule, draft):
   target, _, _, sampling, _ = arguments(rule)
   state = jax.eval_shape(lambda *rest: decode._prefill(target, draft, *rest, DECODE), *inputs()[2:])
   rule, _ = decode.settled(rule, sampling, BATCH, draft, DECODE)
-  lowered('cuda', decode._program(decode._generate), target, draft, rule, sampling, state, jnp.int32(5))
+  lowered('cuda', decode._program(decode._generate), target, draft, rule, sampling, state, jnp.int32(5), jnp.int32(1))
 
 
 def test_a_program_that_asks_the_host_does_not_lower():
