@@ -31,7 +31,7 @@ NAMES = ['cactus_in_ten_lines', 'pick_your_rule', 'your_own_pair']
 SMALL = {
   'cactus_in_ten_lines': {'PROMPTS': "['Hi', 'What is tea?']", 'MAX_NEW_TOKENS': '8'},
   'pick_your_rule': {'PROMPTS': "['Hi']", 'MAX_NEW_TOKENS': '8', 'POINTS': '2', 'NUM_DRAFT': '2'},
-  'your_own_pair': {'MAX_NUM_DRAFT': '1', 'MAX_NEW_TOKENS': '8'},
+  'your_own_pair': {'MAX_NUM_DRAFT': '1', 'MAX_NEW_TOKENS': '8', 'TURNS': '1'},
 }
 PICTURES = {'cactus_in_ten_lines': 0, 'pick_your_rule': 1, 'your_own_pair': 1}
 LOGIC = ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.While, ast.If, ast.Try, ast.With
