@@ -25,6 +25,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='the setting is of glibc')
 def test_freed_memory_is_kept():
   faults = {how: int(subprocess.run([sys.executable, '-c', PROGRAM, how], cwd=ROOT / 'experiments', check=True,

@@ -136,7 +136,7 @@ def test_two_processes_answer_as_one(command, whole, hosts):
 
 
 @pytest.mark.parametrize('victim, how', [
-    (1, signal.SIGKILL),
+    pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
     pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
     pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
     pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),  # it hangs, its connections open

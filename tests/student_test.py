@@ -65,6 +65,10 @@ def hidden_states(target, tokens_BT, student):
   return _hidden_states(target, tokens_BT, student.hidden_layers or ())
 
 
+call = jax.jit(lambda model, *arguments: model(*arguments))
+score_one = jax.jit(lambda model, *arguments: model.score_one(*arguments))
+
+
 @functools.partial(jax.jit, static_argnames='layers')
 def _hidden_states(target, tokens_BT, layers):
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
@@ -100,7 +104,7 @@ def test_decoding_and_training_read_alike(student, target):
     if student.reads_hidden:
       cache = cache.replace(hidden=jnp.pad(hidden_BTD, ((0, 0), (0, 4), (0, 0))))
     positions_BT = jnp.broadcast_to(jnp.arange(start, stop)[None], (2, stop - start))
-    logits_BTV, cache = student(tokens_BT[:, start:stop], positions_BT, cache)
+    logits_BTV, cache = call(student, tokens_BT[:, start:stop], positions_BT, cache)
     np.testing.assert_allclose(logits_BTV, expected[:, start:stop], atol=ATOL)
 
 
@@ -205,8 +209,8 @@ def test_scoring_one_token_scores_it_as_all(student, target):
     tokens_BT = jnp.array([[5, 7, 9, 5, 7, 7], [11, 5, 11, 7, 9, 5]])  # what follows the last 7, and the first 11
     positions_BT = jnp.broadcast_to(jnp.arange(6)[None], (2, 6))
     cache = model.init_cache(2, 6)
-    logits_BTV, whole = model(tokens_BT, positions_BT, cache)
-    logits_B1V, one = model.score_one(tokens_BT, positions_BT, cache, jnp.array([5, 2]))
+    logits_BTV, whole = call(model, tokens_BT, positions_BT, cache)
+    logits_B1V, one = score_one(model, tokens_BT, positions_BT, cache, jnp.array([5, 2]))
     np.testing.assert_allclose(logits_B1V[:, 0], np.asarray(logits_BTV)[[0, 1], [5, 2]], atol=ATOL)
     jax.tree.map(np.testing.assert_array_equal, one, whole)
 
@@ -312,7 +316,7 @@ class TestFolder:
     assert rounded.quantize == 'int8' and rounded.body.params.head.values.shape == (32, len(HEAD))
     tokens_BT = jnp.arange(9)[None]
     hidden_BTD = hidden_states(target, tokens_BT, found)
-    exact, near = (np.asarray(one(tokens_BT, tokens_BT, one.init_cache(1, 9).replace(
+    exact, near = (np.asarray(call(one, tokens_BT, tokens_BT, one.init_cache(1, 9).replace(
         hidden=hidden_BTD if one.reads_hidden else None))[0]) for one in (found, rounded))
     np.testing.assert_allclose(near[..., HEAD], exact[..., HEAD], atol=0.1)
 

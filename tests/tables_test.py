@@ -211,6 +211,80 @@ def test_accepted_length_has_the_error_of_a_ratio():
   np.testing.assert_allclose(found['interval'], length + np.array([-1.96, 1.96]) * error, atol=0.15 * error)
 
 
+# At equal nats.
+
+
+def on_a_front(spent, kept, docs=40, rng=8, left_out=()):
+  """Answers of arms of m = 2 with ten calls a document on average, spending and keeping so much in each, up to a factor
+  that is the document's own."""
+  factors = np.random.default_rng(rng).integers(1, 20, size=docs)
+  return [answer(doc, arm, verifier_calls=int(factor), decoded=int(10 * factor), kl=float(spent[arm] * 10 * factor),
+                 accepted_at=[int(kept[arm] * factor), 0], tested_at=[int(factor)] * 2)
+          for arm in spent for doc, factor in enumerate(factors) if (arm, doc) not in left_out]
+
+
+SPENT = {'exact': 0.0, 'clamp tau=1': 0.3, 'clamp tau=2': 0.1, 'cactus delta=1': 0.15, 'cactus delta=0.1': 0.05,
+         'typical': 0.31, 'static tau=1': 0.3}
+KEPT = {'exact': 1, 'clamp tau=1': 8, 'clamp tau=2': 4, 'cactus delta=1': 3, 'cactus delta=0.1': 3, 'typical': 2,
+        'static tau=1': 7}
+
+
+def test_others_beside_the_front_at_equal_nats():
+  """Between its arms and SpS. Nothing but the length varies between documents, so intervals have no width."""
+  rows = on_a_front(SPENT, KEPT)
+  others = [row | {'num_draft': 3, 'accepted_at': [0, 0, 0], 'tested_at': [0, 0, 0]} for row in rows]  # another m
+  found = {row['arm']: row for row in summarize([*others, *rows])['arms'] if row['num_draft'] == 2}
+  for arm, more in {'cactus delta=1': 5 - 3, 'cactus delta=0.1': 2.5 - 3, 'static tau=1': 8 - 7}.items():
+    assert found[arm]['front_above'] == {'value': pytest.approx(more), 'interval': [pytest.approx(more)] * 2}, arm
+  assert found['typical']['front_above'] is None, 'it spends more than any arm of the front'
+  assert found['exact']['front_above'] is found['clamp tau=1']['front_above'] is None
+  header, rows = tables.shown(summarize(rows))
+  cells = {row[1]: row[header.index('clamp, equal KL')] for row in rows}
+  assert cells['cactus delta=1'] == '+2.00 [+2.00, +2.00]' and cells['typical'] == '-'
+
+
+def test_the_front_is_read_on_the_documents_that_all_have():
+  whole = by_arm(on_a_front(SPENT, KEPT))['cactus delta=1']['front_above']
+  rows = on_a_front(SPENT, KEPT, left_out=[('clamp tau=1', doc) for doc in range(30)])
+  for row in rows:
+    if row['doc'] < 30 and row['arm'] == 'clamp tau=2':
+      row['accepted_at'] = [0, 0]  # on documents that one of the curve has not
+  found = by_arm(rows)['cactus delta=1']['front_above']
+  assert [found['value'], *found['interval']] == pytest.approx([whole['value'], *whole['interval']])
+
+
+def test_no_front_where_there_is_none():
+  without = {arm: spent for arm, spent in SPENT.items() if not arm.startswith('clamp')}
+  rows = on_a_front(without, KEPT)
+  assert {row['front_above'] for row in by_arm(rows).values()} == {None}
+  assert 'clamp, equal KL' not in tables.markdown(summarize(rows))
+  no_ledger = [row | {'kl': None} for row in on_a_front(SPENT, KEPT)]
+  assert {row['front_above'] for row in by_arm(no_ledger).values()} == {None}
+
+
+def test_equal_nats_have_the_error_that_is_known():
+  """Of a cell between two points, by the delta method. Chance: 3 % for an end."""
+  rng, docs = np.random.default_rng(9), 300
+  calls = rng.integers(5, 60, size=docs)
+  sums = {}
+  for i, (spent, kept) in enumerate([(0, 0.2), (0.2, 0.5), (0.1, 0.3)]):
+    of = '' if i == 2 else f'{i}_'
+    sums |= {f'{of}calls': calls.astype(float), f'{of}accepted': rng.binomial(calls, kept).astype(float),
+             f'{of}kl': spent * calls * rng.gamma(4, 0.25, size=docs), f'{of}kl_tokens': calls.astype(float)}
+  rate = lambda name: sums[name].sum() / calls.sum()
+  (x0, x1, x), (y0, y1, y) = ([rate(f'{of}{name}') for of in ('0_', '1_', '')] for name in ('kl', 'accepted'))
+  slope, at = (y1 - y0) / (x1 - x0), (x - x0) / (x1 - x0)
+  gain = y0 + slope * (x - x0) - y
+  residual = lambda of, name: sums[of + name] - rate(of + name) * calls
+  spread = ((1 - at) * residual('0_', 'accepted') + at * residual('1_', 'accepted') - residual('', 'accepted')
+            + slope * (residual('', 'kl') - (1 - at) * residual('0_', 'kl') - at * residual('1_', 'kl')))
+  error = spread.std() / calls.mean() / math.sqrt(docs)
+  (resampled,) = tables.resampled([sums])
+  found = tables.above(resampled)
+  assert found['value'] == pytest.approx(gain)
+  np.testing.assert_allclose(found['interval'], gain + np.array([-1.96, 1.96]) * error, atol=0.15 * error)
+
+
 # Grids that are not whole, and rows that lack something.
 
 

@@ -25,6 +25,7 @@ from lib.answers import SUMS, split_arm
 
 RESAMPLES = 10_000
 FEW = 30  # documents; of fewer a bootstrap draws too little variety
+FRONT = 'clamp'  # the family that by theory keeps the most of a draft for its nats: others are compared at equal ones
 
 # What the paper (Hao and Mou 2026, arXiv 2604.04987) has, as others quote it.
 CITED = ('score', 'accepted_len', 'rejected_change')  # %, tokens, %
@@ -112,6 +113,37 @@ def pair(arm, other) -> dict | None:
               'documents': np.ones_like(answers_D)}
 
 
+def beside(arm, curve) -> dict | None:
+  """{name: f64[D]}: sums of an arm, and as 0_name, 1_name, ... of the arms of a curve, over what all of them have."""
+  every = [arm, *curve]
+  held_SD = functools.reduce(np.logical_and, (one.held_SD for one in every))
+  kept_D = held_SD.any(axis=0)
+  if not kept_D.any():
+    return None
+  sums = lambda one, name: np.where(held_SD, one.sums_SD(name), 0).sum(axis=0)[kept_D]
+  return {prefix + name: sums(one, name) for prefix, one in zip(['', *(f'{i}_' for i in range(len(curve)))], every)
+          for name in ('calls', 'accepted', 'kl', 'kl_tokens')}
+
+
+def above(found) -> dict | None:
+  """How much more a curve keeps than an arm that spends as much: AL read off between its points, less that of the arm.
+
+  Between two points of a concave curve the chord is below it, so it is a lower bound. None where the arm spends less
+  than any of the points, or more.
+  """
+  count = sum(name.endswith('_calls') for name in found)
+  place = lambda of='': (found[f'{of}kl'] / found[f'{of}kl_tokens'], found[f'{of}accepted'] / found[f'{of}calls'])
+  spent_R, kept_R = place()
+  x_PR, y_PR = map(np.stack, zip(*(place(f'{i}_') for i in range(count))))
+  order = np.argsort(x_PR[:, 0], kind='stable')  # as the documents have it; a resample is read off the same segment
+  x_PR, y_PR = x_PR[order], y_PR[order]
+  if not x_PR[0, 0] <= spent_R[0] <= x_PR[-1, 0]:
+    return None
+  right = int(np.clip(np.searchsorted(x_PR[:, 0], spent_R[0]), 1, count - 1))
+  (x0, x1), (y0, y1) = x_PR[right - 1 : right + 1], y_PR[right - 1 : right + 1]
+  return estimate(y0 + (y1 - y0) * (spent_R - x0) / (x1 - x0) - kept_R)
+
+
 def score_difference(found) -> dict:
   """Of a resampled pair the difference of scores: interval, standard error, p (twice the share of draws beyond 0)."""
   values_R = found['score'] / found['documents']
@@ -160,9 +192,16 @@ def summarize(task, answers, run=None) -> dict:
   plain, grid_SD = named.get(('plain', 0)), functools.reduce(np.logical_or, (arm.held_SD for arm in arms))
   compared = lambda arm, other: None if other is None or other is arm else pair(arm, other)
   sps = [named.get(('exact', arm.num_draft)) for arm in arms]
+
+  def with_front(arm):  # exact is its end, where nothing is spent
+    curve = [other for other in arms if other.num_draft == arm.num_draft
+             and split_arm(other.name)[0] in ('exact', FRONT) and other.sums_SD('kl_tokens').any()]
+    is_on_it = split_arm(arm.name)[0] in ('plain', 'exact', FRONT)
+    return None if is_on_it or len(curve) < 2 or not arm.sums_SD('kl_tokens').any() else beside(arm, curve)
+
   with np.errstate(divide='ignore', invalid='ignore'):  # 0 / 0 becomes None
     sums = resampled([*map(by_document, arms), *map(compared, arms, sps),
-                      *(compared(arm, plain or other) for arm, other in zip(arms, sps))])
+                      *(compared(arm, plain or other) for arm, other in zip(arms, sps)), *map(with_front, arms)])
     rows = [_figures(task, arm, not unscored, *sums[i :: len(arms)]) for i, arm in enumerate(arms)]
   run = run or {'settings': {'tasks': {}}}
   found = {'task': task, 'metric': run['settings']['tasks'].get(task, {}).get('metric'),
@@ -171,8 +210,8 @@ def summarize(task, answers, run=None) -> dict:
   return found | {'notes': _notes(found)}
 
 
-def _figures(task, arm, scored, own, with_sps, with_reference):
-  """The figures of an arm, from resampled sums: its own, and those beside SpS and the reference, or None."""
+def _figures(task, arm, scored, own, with_sps, with_reference, with_front):
+  """The figures of an arm, from resampled sums: its own, and those beside SpS, the reference and the front, or None."""
   m, (family, numbers) = arm.num_draft, split_arm(arm.name)
   total = {name: float(arm.sums_SD(name).sum()) for name in SUMS}
   ratio = lambda a, b: total[a] / total[b] if total[b] else None
@@ -191,7 +230,8 @@ def _figures(task, arm, scored, own, with_sps, with_reference):
       'acceptance_rate': estimate(own['accepted'] / own['tested']) if m else None,
       'rejected_per_token': estimate(rejected(own)) if m else None,
       'rejected_change': estimate(relative(rejected, with_sps) - 1) if m and with_sps else None,
-      'kl_per_token': estimate(own['kl'] / own['kl_tokens']), 'kl_tokens_share': ratio('kl_tokens', 'decoded'),
+      'kl_per_token': estimate(own['kl'] / own['kl_tokens']), 'front_above': above(with_front) if with_front else None,
+      'kl_tokens_share': ratio('kl_tokens', 'decoded'),
       'calls_per_solved': ratio('calls', 'score') if scored else None,
       'answer_length': ratio('new_tokens', 'answers'), 'finish_rate': ratio('finished', 'answers'),
       'tokens_per_second': ratio('new_tokens', 'seconds'),
@@ -233,6 +273,9 @@ def _notes(found):
     notes.append(f'[95 % intervals] are from {found["resamples"]:,} resamples of documents.')
   notes.append('AL: drafted tokens kept in a round, mean over rounds. Rej: change of the rejected tokens per emitted '
                'token, (m - AL) / (AL + 1), from SpS; m counts, whether or not a round drafted as many.')
+  if any(row['front_above'] for row in rows):
+    notes.append(f'{FRONT}, equal KL: AL of {FRONT} at the same KL per token, read off between its arms, less that of the '
+                 'row, on the same documents and seeds.')
   if settings.get('ledger'):
     notes.append('Seconds are those of a run with the ledger, which costs rules other than exact some time.')
   over = 'plain' if found['reference'] == 'plain' else 'exact of the same m, since there is no plain'
@@ -311,6 +354,7 @@ COLUMNS = {
     'Rej %': lambda row: _rej(row['rejected_change']),
     'accepted %': lambda row: '-' if row['acceptance_rate'] is None else _percent(row['acceptance_rate']['value']),
     'KL/token': lambda row: _value(row['kl_per_token'], '.3g'),
+    f'{FRONT}, equal KL': lambda row: _with_interval(row['front_above'], '{:+.2f}'.format),
     'calls/solved': lambda row: _number(row['calls_per_solved'], '.1f'),
     'length': lambda row: _number(row['answer_length'], '.0f'),
     'finished %': lambda row: _percent(row['finish_rate']),
