@@ -274,7 +274,7 @@ def _notes(found):
   notes.append('AL: drafted tokens kept in a round, mean over rounds. Rej: change of the rejected tokens per emitted '
                'token, (m - AL) / (AL + 1), from SpS; m counts, whether or not a round drafted as many.')
   if any(row['front_above'] for row in rows):
-    notes.append(f'{FRONT}, equal KL: AL of {FRONT} at the same KL per token, read off between its arms, less that of the '
+    notes.append(f'{FRONT}, equal KL: AL of {FRONT} at the same KL, read off between its arms, less that of the '
                  'row, on the same documents and seeds.')
   if settings.get('ledger'):
     notes.append('Seconds are those of a run with the ledger, which costs rules other than exact some time.')
