@@ -301,6 +301,8 @@ def main():
   else:
     batches = answer_many(prompts, finished, rows, options, settings, size)
   stats = metrics.merge([done.stats for done in batches])
+  if _COMPARE.value and draft is not None and sys.stderr.isatty() and pod.is_first():
+    print('(decoding plainly, to compare; --nocompare_plain does not)', file=sys.stderr)
   plain = plain_rate(prompts[:size], options) if _COMPARE.value and draft is not None else None
   print(f'\n{table(stats, plain)}')
   for note in remarks(stats, plain, options):

@@ -149,18 +149,21 @@ class Folder:
               for text in records.differences(theirs['tasks'][task], settings['tasks'][task])]
     if other:
       raise ValueError(f'{path} holds answers of other settings ({"; ".join(other)}): choose another --output.')
-    held = held | {'settings': theirs | {'tasks': theirs['tasks'] | settings['tasks']},
-                   'starts': [*held['starts'], start]}
+    self._path, self._start = path / 'run.json', start
+    self._held = held | {'settings': theirs | {'tasks': theirs['tasks'] | settings['tasks']}}
     self._rows = record.Rows(rows, check=answers.check_answer)
     self.done = {}  # (task, arm, number of drafted tokens, seed) -> [(question, digest of its prompt)], those answered
     for row in self._rows.done:
       cell = self.done.setdefault((row['task'], row['arm'], row['num_draft'], row['seed']), [])
       cell.append((row['doc'], row.get('prompt')))
+    self._describe()
+
+  def _describe(self):
     try:
-      with files.new_file(path / 'run.json') as file:
-        json.dump(held, file, indent=1)
+      with files.new_file(self._path) as file:
+        json.dump(self._held, file, indent=1)
     except OSError as error:
-      raise ValueError(f'{path} cannot be written: {error}') from None
+      raise ValueError(f'{self._path} cannot be written: {error}') from None
 
   def close(self):
     """Lets another run write here."""
@@ -169,6 +172,10 @@ class Folder:
   def append(self, row):
     """Writes a row and sees it through to the disk. Raises ValueError for one that no table could be made of."""
     answers.check_answer(row)
+    if self._start:  # one that answers nothing has no part in what is here
+      self._held['starts'] = [*self._held['starts'], self._start]
+      self._describe()
+      self._start = None
     self._rows.append(row)
 
 
@@ -290,6 +297,7 @@ def run(cells, options, folder, bar) -> str:
   start = time.perf_counter()
   for cell in filter(lambda cell: cell.todo, cells):
     tokens, seconds = 0, 0.0
+    bar.set_postfix_str(f'{cell}: compiling')
 
     def show(new_tokens, cell=cell):
       common.stop_if_interrupted()

@@ -377,7 +377,7 @@ def test_an_output_of_other_settings_or_prompts_is_refused(cli, prompts_file, tm
 GOOD = '{"prompt": "ab"}\n'
 # Name -> content of a prompts file or None, arguments, start of the message; FOLDER is where the file is.
 ERRORS = {
-  'malformed line': (GOOD + '{"prompt": \n', '', 'FOLDER/prompts, line 2: Expecting value'),
+  'malformed line': (GOOD + '{"prompt": \n', '', 'FOLDER/prompts, line 2: no JSON object (Expecting value'),
   'line of another kind': (GOOD + '\n[1]\n', '', 'FOLDER/prompts, line 3: need a JSON object, got list'),
   'no such field': (
     '{"text": "a", "id": 1}\n',

@@ -31,12 +31,12 @@ def test_rows_are_read_in_order_and_blank_lines_skipped(path):
 @pytest.mark.parametrize(
   'line, reason',
   [
-    ('{"a": 1', 'line 3: Expecting'),
-    ('nonsense', 'line 3: Expecting value'),
+    ('{"a": 1', 'line 3: no JSON object (Expecting'),
+    ('nonsense', 'line 3: no JSON object (Expecting value'),
     ('[1, 2]', 'line 3: need a JSON object, got list'),
     ('"text"', 'line 3: need a JSON object, got str'),
     ('null', 'line 3: need a JSON object, got NoneType'),
-    ('{"a": 1} {"a": 2}', 'line 3: Extra data'),
+    ('{"a": 1} {"a": 2}', 'line 3: no JSON object (Extra data'),
     ('{"bad": 1}', 'line 3: no good'),
   ],
 )

@@ -142,6 +142,7 @@ def test_an_interrupted_sweep_goes_on(run, tmp_path, monkeypatch, whole):
   content = path.read_bytes()
   code, out, _ = run(*GRID, '--seeds=0,7')
   assert code == 0 and 'of which 140 are there' in out and path.read_bytes() == content
+  assert json.loads((tmp_path / 'out' / 'run.json').read_text()) == held, 'a start that answers nothing is none'
 
 
 def test_a_sweep_can_be_extended(run, tmp_path, whole):
@@ -198,9 +199,9 @@ def test_other_questions_are_refused(run, tmp_path):
   assert len(rows_of(tmp_path)) == 2
 
 
-@pytest.mark.parametrize('good', [0, 4])
+@pytest.mark.parametrize('good', [0, 4, 1])
 def test_a_full_disk_is_told_and_costs_one_row(run, tmp_path, monkeypatch, good):
-  """At the first fsync, which is of run.json, or at that of the fourth row: the same command goes on."""
+  """At the first fsync or the second, which are of run.json, or at that of the third row: the same command goes on."""
   fsync, left = record.os.fsync, [good]
 
   def full(number):
@@ -213,7 +214,7 @@ def test_a_full_disk_is_told_and_costs_one_row(run, tmp_path, monkeypatch, good)
   monkeypatch.setattr(record.os, 'fsync', full)
   code, _, err = run(*command)
   assert code == 2 and 'No space left on device' in err and err.splitlines()[-1].startswith('error: ')
-  assert ('the rows before this one are safe' in err) == (good > 0)
+  assert ('the rows before this one are safe' in err) == (good > 1)
   monkeypatch.setattr(record.os, 'fsync', fsync)
   code, _, err = run(*command)
   assert code == 0, err

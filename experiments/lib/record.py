@@ -37,7 +37,10 @@ def _rows(path, content, check):
   for number, line in enumerate(text.split('\n'), 1):
     if line.strip():
       try:
-        row = json.loads(line)
+        try:
+          row = json.loads(line)
+        except ValueError as error:
+          raise ValueError(f'no JSON object ({error}); mend the line, or take it out') from None
         if not isinstance(row, dict):
           raise ValueError(f'need a JSON object, got {type(row).__name__}')
         if check:
