@@ -10,7 +10,7 @@ score. Requests are batched continuously: a row whose answer is finished is give
 
 Every answer is a line of OUTPUT/rows.jsonl as soon as it is finished; the same command goes on where it stopped,
 and one with more arms, numbers, seeds or tasks adds to what is there. OUTPUT/run.json has what all rows share, and
-each start with its date, source and machine; rows of other settings are refused.
+each start that answered something with its date, source and machine; rows of other settings are refused.
 
 Meshes and pods are used as by generate.py, with the same flags.
 """
@@ -138,9 +138,10 @@ class Folder:
     except OSError as error:
       raise ValueError(f'{path} cannot be written: {error}') from None
     held, rows = _read_run(path / 'run.json'), path / 'rows.jsonl'
-    if held is None and rows.exists() and rows.stat().st_size:
+    is_empty = not rows.exists() or not rows.stat().st_size
+    if held is None and not is_empty:
       raise ValueError(f'{path} holds rows without run.json: choose another --output.')
-    if held is None:
+    if is_empty:  # what a start that answered nothing wanted binds nobody
       held = {'settings': settings, 'starts': []}
     ours, theirs = settings | {'tasks': {}}, held['settings']
     other = records.differences(theirs | {'tasks': {}}, ours)
@@ -297,7 +298,7 @@ def run(cells, options, folder, bar) -> str:
   start = time.perf_counter()
   for cell in filter(lambda cell: cell.todo, cells):
     tokens, seconds = 0, 0.0
-    bar.set_postfix_str(f'{cell}: compiling')
+    bar.set_postfix_str(f'{cell}: starting')
 
     def show(new_tokens, cell=cell):
       common.stop_if_interrupted()

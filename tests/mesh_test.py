@@ -47,7 +47,7 @@ def on_two_processes(folder, *arguments):
 @pytest.fixture(scope='module')
 def one_process(tmp_path_factory):
   out = tmp_path_factory.mktemp('mesh') / 'out.json'
-  # Each pair of draft and rule on two of the four.
+  # Half of the pairs of draft and rule on each, the other half on two processes.
   finish(start(out, 'none', *(f'{mesh}:{i % 2}' for i, mesh in enumerate(MESHES)), '--text'))
   return json.loads(out.read_text())
 

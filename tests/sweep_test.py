@@ -168,6 +168,15 @@ def test_other_settings_are_refused(run, tmp_path, change, words):
   assert (tmp_path / 'out' / 'run.json').read_bytes() == before and len(rows_of(tmp_path)) == 1
 
 
+def test_a_start_that_answered_nothing_binds_nobody(run, tmp_path):
+  short = ('--grid=exact; cactus delta=1', '--num_drafts=2', '--max_questions=1')
+  code, _, err = run(*short, '--tasks=gsm8k', '--block_verification')
+  assert code == 2 and 'arm cactus delta=1: Cactus' in err and (tmp_path / 'out' / 'run.json').exists()
+  assert run(*short, '--tasks=spec_bench')[0] == 0
+  held = json.loads((tmp_path / 'out' / 'run.json').read_text())
+  assert not held['settings']['block_verification'] and [*held['settings']['tasks']] == ['spec_bench']
+
+
 def test_two_runs_do_not_write_to_one_folder(run, tmp_path):
   (tmp_path / 'out').mkdir()
   with open(tmp_path / 'out' / '.lock', 'w') as lock:

@@ -224,9 +224,9 @@ def on_a_front(spent, kept, docs=40, rng=8, left_out=()):
 
 
 SPENT = {'exact': 0.0, 'clamp tau=1': 0.3, 'clamp tau=2': 0.1, 'cactus delta=1': 0.15, 'cactus delta=0.1': 0.05,
-         'typical': 0.31, 'static tau=1': 0.3}
+         'typical': 0.31, 'static tau=1': 0.3, 'static tau=0': 0.0}
 KEPT = {'exact': 1, 'clamp tau=1': 8, 'clamp tau=2': 4, 'cactus delta=1': 3, 'cactus delta=0.1': 3, 'typical': 2,
-        'static tau=1': 7}
+        'static tau=1': 7, 'static tau=0': 2}
 
 
 def test_others_beside_the_front_at_equal_nats():
@@ -234,7 +234,8 @@ def test_others_beside_the_front_at_equal_nats():
   rows = on_a_front(SPENT, KEPT)
   others = [row | {'num_draft': 3, 'accepted_at': [0, 0, 0], 'tested_at': [0, 0, 0]} for row in rows]  # another m
   found = {row['arm']: row for row in summarize([*others, *rows])['arms'] if row['num_draft'] == 2}
-  for arm, more in {'cactus delta=1': 5 - 3, 'cactus delta=0.1': 2.5 - 3, 'static tau=1': 8 - 7}.items():
+  for arm, more in {'cactus delta=1': 5 - 3, 'cactus delta=0.1': 2.5 - 3, 'static tau=1': 8 - 7,
+                    'static tau=0': 1 - 2}.items():
     assert found[arm]['front_above'] == {'value': pytest.approx(more), 'interval': [pytest.approx(more)] * 2}, arm
   assert found['typical']['front_above'] is None, 'it spends more than any arm of the front'
   assert found['exact']['front_above'] is found['clamp tau=1']['front_above'] is None
@@ -243,14 +244,23 @@ def test_others_beside_the_front_at_equal_nats():
   assert cells['cactus delta=1'] == '+2.00 [+2.00, +2.00]' and cells['typical'] == '-'
 
 
-def test_the_front_is_read_on_the_documents_that_all_have():
-  whole = by_arm(on_a_front(SPENT, KEPT))['cactus delta=1']['front_above']
-  rows = on_a_front(SPENT, KEPT, left_out=[('clamp tau=1', doc) for doc in range(30)])
+def test_arms_of_the_front_that_lack_answers_are_left_out():
+  """Of a sweep that is under way: the curve is coarser until they have them, and no fewer documents are compared."""
+  rows = on_a_front(SPENT | {'clamp tau=3': 0.2}, KEPT | {'clamp tau=3': 100}, left_out=[('clamp tau=3', 3)])
+  assert value(by_arm(rows)['cactus delta=1']['front_above']) == pytest.approx(5 - 3)
   for row in rows:
-    if row['doc'] < 30 and row['arm'] == 'clamp tau=2':
-      row['accepted_at'] = [0, 0]  # on documents that one of the curve has not
-  found = by_arm(rows)['cactus delta=1']['front_above']
-  assert [found['value'], *found['interval']] == pytest.approx([whole['value'], *whole['interval']])
+    if row['arm'] == 'clamp tau=2' and row['doc'] == 5:
+      row['kl'] = math.nan
+  assert value(by_arm(rows)['cactus delta=1']['front_above']) == pytest.approx(1 + 7 * 0.15 / 0.3 - 3)
+  rows = on_a_front(SPENT, KEPT, left_out=[('clamp tau=1', 3)])
+  assert by_arm(rows)['cactus delta=1']['front_above'] is None, 'no arm spends more'
+  rows = on_a_front(SPENT, KEPT, left_out=[('cactus delta=1', doc) for doc in range(30)])
+  for row in rows:
+    if row['doc'] < 30 and row['arm'].startswith('clamp'):
+      row['accepted_at'] = [0, 0]  # on documents that the row lacks
+    elif row['doc'] < 35 and row['arm'] == 'cactus delta=1':
+      row |= {'accepted_at': [0, 0], 'kl': None}  # and where it has no ledger
+  assert value(by_arm(rows)['cactus delta=1']['front_above']) == pytest.approx(5 - 3)
 
 
 def test_no_front_where_there_is_none():
@@ -268,16 +278,16 @@ def test_equal_nats_have_the_error_that_is_known():
   calls = rng.integers(5, 60, size=docs)
   sums = {}
   for i, (spent, kept) in enumerate([(0, 0.2), (0.2, 0.5), (0.1, 0.3)]):
-    of = '' if i == 2 else f'{i}_'
+    of = ('low_', 'high_', '')[i]
     sums |= {f'{of}calls': calls.astype(float), f'{of}accepted': rng.binomial(calls, kept).astype(float),
              f'{of}kl': spent * calls * rng.gamma(4, 0.25, size=docs), f'{of}kl_tokens': calls.astype(float)}
   rate = lambda name: sums[name].sum() / calls.sum()
-  (x0, x1, x), (y0, y1, y) = ([rate(f'{of}{name}') for of in ('0_', '1_', '')] for name in ('kl', 'accepted'))
+  (x0, x1, x), (y0, y1, y) = ([rate(f'{of}{name}') for of in ('low_', 'high_', '')] for name in ('kl', 'accepted'))
   slope, at = (y1 - y0) / (x1 - x0), (x - x0) / (x1 - x0)
   gain = y0 + slope * (x - x0) - y
   residual = lambda of, name: sums[of + name] - rate(of + name) * calls
-  spread = ((1 - at) * residual('0_', 'accepted') + at * residual('1_', 'accepted') - residual('', 'accepted')
-            + slope * (residual('', 'kl') - (1 - at) * residual('0_', 'kl') - at * residual('1_', 'kl')))
+  spread = ((1 - at) * residual('low_', 'accepted') + at * residual('high_', 'accepted') - residual('', 'accepted')
+            + slope * (residual('', 'kl') - (1 - at) * residual('low_', 'kl') - at * residual('high_', 'kl')))
   error = spread.std() / calls.mean() / math.sqrt(docs)
   (resampled,) = tables.resampled([sums])
   found = tables.above(resampled)

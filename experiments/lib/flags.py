@@ -360,7 +360,8 @@ def given() -> dict:
 
 def machine() -> str:
   """What the figures of this run were measured on."""
-  return f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}'
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+  return f'{jax.devices()[0].device_kind}, {cores} cores, jax {jax.__version__}'
 
 
 def settings() -> dict:

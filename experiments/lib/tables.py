@@ -114,34 +114,34 @@ def pair(arm, other) -> dict | None:
 
 
 def beside(arm, curve) -> dict | None:
-  """{name: f64[D]}: sums of an arm, and as 0_name, 1_name, ... of the arms of a curve, over what all of them have."""
-  every = [arm, *curve]
-  held_SD = functools.reduce(np.logical_and, (one.held_SD for one in every))
-  kept_D = held_SD.any(axis=0)
-  if not kept_D.any():
+  """{name: f64[D]}: sums of an arm, and as low_name and high_name of the arms of a curve that spend next less and more.
+
+  They are compared on the answers of the arm that have a ledger; arms of the curve that lack one of these are left out.
+  None where the arm spends less than all that are left, or more.
+  """
+  with_ledger = lambda one: one.held_SD & (one.sums_SD('kl_tokens') == one.sums_SD('decoded'))
+  held_SD = with_ledger(arm)
+  spent = lambda one: one.sums_SD('kl')[held_SD].sum() / one.sums_SD('kl_tokens')[held_SD].sum()
+  curve = sorted((one for one in curve if held_SD.any() and with_ledger(one)[held_SD].all()), key=spent)
+  if len(curve) < 2 or not spent(curve[0]) <= spent(arm) <= spent(curve[-1]):
     return None
-  sums = lambda one, name: np.where(held_SD, one.sums_SD(name), 0).sum(axis=0)[kept_D]
-  return {prefix + name: sums(one, name) for prefix, one in zip(['', *(f'{i}_' for i in range(len(curve)))], every)
+  high = max(1, next(i for i, one in enumerate(curve) if spent(one) >= spent(arm)))
+  kept_D = held_SD.any(axis=0)
+  return {prefix + name: np.where(held_SD, one.sums_SD(name), 0).sum(axis=0)[kept_D]
+          for prefix, one in (('', arm), ('low_', curve[high - 1]), ('high_', curve[high]))
           for name in ('calls', 'accepted', 'kl', 'kl_tokens')}
 
 
-def above(found) -> dict | None:
-  """How much more a curve keeps than an arm that spends as much: AL read off between its points, less that of the arm.
+def above(found) -> dict:
+  """How much more a curve keeps than an arm that spends as much: AL on the chord of its neighbours, less its own.
 
-  Between two points of a concave curve the chord is below it, so it is a lower bound. None where the arm spends less
-  than any of the points, or more.
+  Acceptance of a position is concave in what is spent there, and the chord a lower bound; AL of many drafted tokens
+  need not be.
   """
-  count = sum(name.endswith('_calls') for name in found)
-  place = lambda of='': (found[f'{of}kl'] / found[f'{of}kl_tokens'], found[f'{of}accepted'] / found[f'{of}calls'])
-  spent_R, kept_R = place()
-  x_PR, y_PR = map(np.stack, zip(*(place(f'{i}_') for i in range(count))))
-  order = np.argsort(x_PR[:, 0], kind='stable')  # as the documents have it; a resample is read off the same segment
-  x_PR, y_PR = x_PR[order], y_PR[order]
-  if not x_PR[0, 0] <= spent_R[0] <= x_PR[-1, 0]:
-    return None
-  right = int(np.clip(np.searchsorted(x_PR[:, 0], spent_R[0]), 1, count - 1))
-  (x0, x1), (y0, y1) = x_PR[right - 1 : right + 1], y_PR[right - 1 : right + 1]
-  return estimate(y0 + (y1 - y0) * (spent_R - x0) / (x1 - x0) - kept_R)
+  (spent, kept), (x0, y0), (x1, y1) = (
+      (found[f'{of}kl'] / found[f'{of}kl_tokens'], found[f'{of}accepted'] / found[f'{of}calls'])
+      for of in ('', 'low_', 'high_'))
+  return estimate(y0 + (y1 - y0) * (spent - x0) / (x1 - x0) - kept)
 
 
 def score_difference(found) -> dict:
@@ -195,9 +195,8 @@ def summarize(task, answers, run=None) -> dict:
 
   def with_front(arm):  # exact is its end, where nothing is spent
     curve = [other for other in arms if other.num_draft == arm.num_draft
-             and split_arm(other.name)[0] in ('exact', FRONT) and other.sums_SD('kl_tokens').any()]
-    is_on_it = split_arm(arm.name)[0] in ('plain', 'exact', FRONT)
-    return None if is_on_it or len(curve) < 2 or not arm.sums_SD('kl_tokens').any() else beside(arm, curve)
+             and split_arm(other.name)[0] in ('exact', FRONT)]
+    return None if any(arm is one for one in curve) or not arm.num_draft else beside(arm, curve)
 
   with np.errstate(divide='ignore', invalid='ignore'):  # 0 / 0 becomes None
     sums = resampled([*map(by_document, arms), *map(compared, arms, sps),
@@ -274,8 +273,8 @@ def _notes(found):
   notes.append('AL: drafted tokens kept in a round, mean over rounds. Rej: change of the rejected tokens per emitted '
                'token, (m - AL) / (AL + 1), from SpS; m counts, whether or not a round drafted as many.')
   if any(row['front_above'] for row in rows):
-    notes.append(f'{FRONT}, equal KL: AL of {FRONT} at the same KL, read off between its arms, less that of the '
-                 'row, on the same documents and seeds.')
+    notes.append(f'{FRONT}, equal KL: AL of {FRONT} at the same KL, on the straight line between its arms that spend '
+                 'next less (or exact) and more, less that of the row, on the same documents and seeds.')
   if settings.get('ledger'):
     notes.append('Seconds are those of a run with the ledger, which costs rules other than exact some time.')
   over = 'plain' if found['reference'] == 'plain' else 'exact of the same m, since there is no plain'
