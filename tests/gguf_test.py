@@ -419,6 +419,7 @@ def greedy(model, prompts, num):
   return logits_BTV.argmax(-1), logits_BTV
 
 
+@pytest.mark.slow
 def test_default_model_logits(default_model, prompts, theirs):
   expected, _, _ = theirs
   tokens = jnp.asarray(prompts[:1])
@@ -428,6 +429,7 @@ def test_default_model_logits(default_model, prompts, theirs):
   np.testing.assert_allclose(np.asarray(logits)[0, -8:], expected[-8:], atol=ATOL, rtol=0)
 
 
+@pytest.mark.slow
 def test_default_model_greedy_text(default_model, default_tokenizer, prompts, theirs):
   _, their_tokens, their_logits = theirs
   tokens, logits = greedy(default_model, prompts, NEW)

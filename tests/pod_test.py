@@ -124,6 +124,7 @@ def finished(job, hosts):
   return out, err
 
 
+@pytest.mark.slow
 def test_two_processes_answer_as_one(command, whole, hosts):
   out, err = finished(Job(command('out.jsonl', *MESH, '--mesh_model=4'), folders=hosts), hosts)
   assert '8 devices of 2 processes: data=2 x fsdp=1 x model=4, draft on groups of 1\n' in out

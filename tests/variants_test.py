@@ -99,6 +99,7 @@ def cli(tiny, run_program, monkeypatch):
   return lambda *arguments: run_program(variants.main, 'variants.py', '--tokens=4', '--repeats=1', *arguments)
 
 
+@pytest.mark.slow
 def test_prints_and_stores(cli, tmp_path):
   code, out, err = cli('--variants=int8,untied', f'--output={tmp_path}/rows.jsonl', '--num_draft=2')
   assert code == 0 and err == ''
