@@ -361,7 +361,7 @@ def given() -> dict:
 def machine() -> str:
   """What the figures of this run were measured on."""
   cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-  return f'{jax.devices()[0].device_kind}, {cores} cores, jax {jax.__version__}'
+  return f'{jax.devices()[0].device_kind}, {cores} core{"s" * (cores != 1)}, jax {jax.__version__}'
 
 
 def settings() -> dict:
