@@ -170,6 +170,20 @@ def test_delta_grid_has_a_line_for_each_m(found):
   assert [len(line) for line in lines] == [2, 2, 2], 'chat has one m, gsm8k two'
 
 
+@pytest.mark.parametrize('cheap, dear', [(0.085, 0.115), (0.05, 0.12), (0.04, 0.17), (0.001, 0.4)])
+def test_nats_can_be_read_off(cheap, dear):
+  """Whether they lie near each other, where a logarithm would have one tick, or far apart."""
+  rows = [tables_test.answer(doc, f'clamp tau={tau}', kl=10 * kl, accepted_at=[3, 1], tested_at=[5, 3])
+          for tau, kl in ((1, cheap), (2, dear)) for doc in range(3)]
+  figure = figures.kl_front([tables.summarize('gsm8k', rows)])
+  figure.canvas.draw()
+  [axis] = figure.axes
+  low, high = axis.get_xlim()
+  labelled = [tick.get_loc() for tick in axis.xaxis.get_major_ticks() if tick.label1.get_text()]
+  assert sum(low <= place <= high for place in labelled) >= 2
+  assert axis.get_xscale() == ('log' if dear > 4 * cheap else 'linear')
+
+
 def names(axis):
   return [text for text in axis.texts if text.get_text()]
 

@@ -140,7 +140,10 @@ def kl_front(found):
   if not panels:
     return 'no arm has a ledger in which anything is spent'
   for axis, _, rows in panels:
-    axis.set_xscale('log')
+    spent = [place(row)[0] for row in filter(place, rows)]
+    is_wide = max(spent) > 4 * min(spent)
+    if is_wide:  # else a logarithmic axis would have a single tick, or none
+      axis.set_xscale('log')
     labels[axis] = _curves(axis, rows, place, styles)
     for row in filter(place, rows):
       axis.plot([place(row)[0]] * 2, _interval(row['accepted_len']), color=styles[row['family']][0], linewidth=0.9)
@@ -150,10 +153,11 @@ def kl_front(found):
         axis.axhline(row['accepted_len']['value'], color='black', linewidth=1.2, zorder=1)
         ends[axis] = [(row['accepted_len']['value'], 'SpS', 'black')]
     axis.margins(0.12)
-    low, high = axis.get_xlim()
-    axis.xaxis.get_major_locator().set_params(subs=(1,) if high > 100 * low else (1, 2, 5))
-    axis.xaxis.set_major_formatter('{x:g}')
-    axis.xaxis.set_minor_formatter('')
+    if is_wide:
+      low, high = axis.get_xlim()
+      axis.xaxis.get_major_locator().set_params(subs=(1,) if high > 100 * low else (1, 2, 5))
+      axis.xaxis.set_major_formatter('{x:g}')
+      axis.xaxis.set_minor_formatter('')
     axis.grid(alpha=0.2)
     axis.set_xlabel('KL from the verifier, nats a token')
     axis.set_ylabel('AL, tokens a round')
