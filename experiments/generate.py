@@ -174,6 +174,8 @@ def open_output(prompts, settings):
 
 def plain_rate(prompts, options) -> float:
   """Tokens a second of plain decoding of the same prompts."""
+  if sys.stderr.isatty() and pod.is_first():
+    print('(decoding plainly, to compare; --nocompare_plain does not)', file=sys.stderr)
   options = {**options, 'draft': None, 'draft_tokenizer': None, 'rule': cj.Exact(), 'stop': (), 'ledger': False,
              'block_verification': False, 'stop_entropy': None}
   options['max_new_tokens'] = min(PLAIN_TOKENS, options['max_new_tokens'])
@@ -301,8 +303,6 @@ def main():
   else:
     batches = answer_many(prompts, finished, rows, options, settings, size)
   stats = metrics.merge([done.stats for done in batches])
-  if _COMPARE.value and draft is not None and sys.stderr.isatty() and pod.is_first():
-    print('(decoding plainly, to compare; --nocompare_plain does not)', file=sys.stderr)
   plain = plain_rate(prompts[:size], options) if _COMPARE.value and draft is not None else None
   print(f'\n{table(stats, plain)}')
   for note in remarks(stats, plain, options):

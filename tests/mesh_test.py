@@ -19,7 +19,7 @@ from cactus_jax import sharding
 from cactus_jax.models import config
 
 ROOT = pathlib.Path(__file__).parent.parent
-MESHES = ('8x1x1', '4x1x2', '2x1x4')  # data x fsdp x model; more of them on two processes
+MESHES = ('8x1x1', '4x1x2', '2x1x4')  # data x fsdp x model; slow tests have more
 TIMEOUT = 900
 
 
@@ -44,12 +44,17 @@ def on_two_processes(folder, *arguments):
   return [json.loads(out.read_text()) for out in outs]
 
 
+def on_one_process(folder, *arguments):
+  out = folder / 'out.json'
+  finish(start(out, *arguments, '--text'))
+  return json.loads(out.read_text())
+
+
 @pytest.fixture(scope='module')
 def one_process(tmp_path_factory):
-  out = tmp_path_factory.mktemp('mesh') / 'out.json'
-  # Half of the pairs of draft and rule on each, the other half on two processes.
-  finish(start(out, 'none', *(f'{mesh}:{i % 2}' for i, mesh in enumerate(MESHES)), '--text'))
-  return json.loads(out.read_text())
+  # Half of the pairs of draft and rule on each; the slow tests have the other halves.
+  return on_one_process(
+      tmp_path_factory.mktemp('mesh'), 'none', *(f'{mesh}:{i % 2}' for i, mesh in enumerate(MESHES)))
 
 
 def assert_same(found, reference):
@@ -100,6 +105,14 @@ def test_answers_one_after_the_other_are_those_of_a_batch(one_process):
   together, each = one_process['none']['text'], one_process['none']['each']
   assert each['tokens'] == together['tokens'] and each['finish'] == together['finish']
   assert {'stop', 'length'} <= set(each['finish'])
+
+
+@pytest.mark.slow
+def test_same_tokens_where_all_devices_share_the_model(one_process, tmp_path):
+  found = on_one_process(tmp_path, '1x1x8:1')['1x1x8']
+  assert len(found) == 8
+  assert_same(found, one_process['none'])
+  assert found['text']['notes'] == [], 'no rows are added'
 
 
 @pytest.mark.slow

@@ -136,11 +136,12 @@ def test_two_processes_answer_as_one(command, whole, hosts):
     assert row['logprobs'] == pytest.approx(reference['logprobs'], abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('victim, how', [
-    pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
-    pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-    pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
-    pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),  # it hangs, its connections open
+    (1, signal.SIGKILL),
+    (0, signal.SIGKILL),
+    (1, signal.SIGTERM),
+    (1, signal.SIGSTOP),  # it hangs, its connections open
 ])
 def test_a_job_goes_on_where_a_process_was_lost(command, whole, hosts, victim, how):
   output = hosts[0] / 'out.jsonl'

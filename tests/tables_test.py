@@ -638,7 +638,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, content, words):
     (tmp_path / 'a' / 'run.json').write_text(content)
   with pytest.raises(ValueError, match=f'a/run.json {words}') as error:
     answers_lib.read_runs([folder])
-  assert 'need a folder ' in str(error.value) and 'experiments/sweep.py' in str(error.value)
+  assert 'a folder that experiments/sweep.py made' in str(error.value)
 
 
 def test_a_run_without_answers_is_refused(tmp_path):

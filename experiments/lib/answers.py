@@ -115,8 +115,8 @@ def _description(folder):
       run = json.load(file)
   except (OSError, ValueError) as error:
     why = getattr(error, 'strerror', None) or error
-    raise ValueError(f'{path} cannot be read ({why}): need a folder of experiments/sweep.py, its run.json as it was '
-                     'written.') from None
+    raise ValueError(f'{path} cannot be read ({why}): need a folder that experiments/sweep.py made, its run.json as '
+                     'it was written.') from None
   settings = run.get('settings') if isinstance(run, dict) else None
   if not isinstance(settings, dict) or not isinstance(settings.get('tasks'), dict):
     raise ValueError(f'{path} names no settings with tasks: need a folder that experiments/sweep.py made.')

@@ -140,10 +140,6 @@ def kl_front(found):
   if not panels:
     return 'no arm has a ledger in which anything is spent'
   for axis, _, rows in panels:
-    spent = [place(row)[0] for row in filter(place, rows)]
-    is_wide = max(spent) > 4 * min(spent)
-    if is_wide:  # else a logarithmic axis would have a single tick, or none
-      axis.set_xscale('log')
     labels[axis] = _curves(axis, rows, place, styles)
     for row in filter(place, rows):
       axis.plot([place(row)[0]] * 2, _interval(row['accepted_len']), color=styles[row['family']][0], linewidth=0.9)
@@ -153,7 +149,9 @@ def kl_front(found):
         axis.axhline(row['accepted_len']['value'], color='black', linewidth=1.2, zorder=1)
         ends[axis] = [(row['accepted_len']['value'], 'SpS', 'black')]
     axis.margins(0.12)
-    if is_wide:
+    spent = [place(row)[0] for row in filter(place, rows)]
+    if max(spent) > 4 * min(spent):  # else a logarithmic axis would have a single tick, or none
+      axis.set_xscale('log')
       low, high = axis.get_xlim()
       axis.xaxis.get_major_locator().set_params(subs=(1,) if high > 100 * low else (1, 2, 5))
       axis.xaxis.set_major_formatter('{x:g}')

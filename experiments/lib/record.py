@@ -37,18 +37,23 @@ def _rows(path, content, check):
   for number, line in enumerate(text.split('\n'), 1):
     if line.strip():
       try:
-        try:
-          row = json.loads(line)
-        except ValueError as error:
-          raise ValueError(f'no JSON object ({error}); mend the line, or take it out') from None
-        if not isinstance(row, dict):
-          raise ValueError(f'need a JSON object, got {type(row).__name__}')
+        row = _object(line)
         if check:
           check(row)
       except ValueError as error:
         raise ValueError(f'{path}, line {number}: {error}') from None
       rows.append(row)
   return rows
+
+
+def _object(line):
+  try:
+    row = json.loads(line)
+  except ValueError as error:
+    raise ValueError(f'no JSON object ({error}); mend the line, or take it out') from None
+  if not isinstance(row, dict):
+    raise ValueError(f'need a JSON object, got {type(row).__name__}')
+  return row
 
 
 class Rows:

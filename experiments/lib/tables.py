@@ -90,10 +90,15 @@ def estimate(values_R) -> dict | None:
   return {'value': value, 'interval': np.quantile(drawn, [0.025, 0.975]).tolist() if known else None}
 
 
+def _added_up(named, names, held_SD) -> dict:
+  """{prefix + name: f64[D]}: sums of each {prefix: arm}, of what is held, by document of which some is."""
+  return {prefix + name: np.where(held_SD, arm.sums_SD(name), 0).sum(axis=0)[held_SD.any(axis=0)]
+          for prefix, arm in named.items() for name in names}
+
+
 def by_document(arm) -> dict:
   """{name: f64[D]}: sums of an arm, by document that it has."""
-  return {name: arm.sums_SD(name).sum(axis=0)[arm.held_SD.any(axis=0)]
-          for name in ('calls', 'accepted', 'tested', 'kl', 'kl_tokens')}
+  return _added_up({'': arm}, ('calls', 'accepted', 'tested', 'kl', 'kl_tokens'), arm.held_SD)
 
 
 def pair(arm, other) -> dict | None:
@@ -102,15 +107,13 @@ def pair(arm, other) -> dict | None:
   `score` is the difference of the two, each the mean over the seeds of a document. None where they share no document.
   """
   both_SD = arm.held_SD & other.held_SD
-  kept_D = both_SD.any(axis=0)
-  if not kept_D.any():
+  if not both_SD.any():
     return None
-  sums = lambda one, name: np.where(both_SD, one.sums_SD(name), 0).sum(axis=0)[kept_D]
-  answers_D = sums(arm, 'answers')
-  return {prefix + name: sums(one, name) for prefix, one in (('', arm), ('other_', other))
-          for name in ('calls', 'accepted', 'new_tokens', 'seconds')} | {
-              'score': (sums(arm, 'score') - sums(other, 'score')) / answers_D, 'answers': answers_D,
-              'documents': np.ones_like(answers_D)}
+  named = {'': arm, 'other_': other}
+  scores = _added_up(named, ('score', 'answers'), both_SD)
+  return _added_up(named, ('calls', 'accepted', 'new_tokens', 'seconds'), both_SD) | {
+      'score': (scores['score'] - scores['other_score']) / scores['answers'], 'answers': scores['answers'],
+      'documents': np.ones_like(scores['answers'])}
 
 
 def beside(arm, curve) -> dict | None:
@@ -126,10 +129,8 @@ def beside(arm, curve) -> dict | None:
   if len(curve) < 2 or not spent(curve[0]) <= spent(arm) <= spent(curve[-1]):
     return None
   high = max(1, next(i for i, one in enumerate(curve) if spent(one) >= spent(arm)))
-  kept_D = held_SD.any(axis=0)
-  return {prefix + name: np.where(held_SD, one.sums_SD(name), 0).sum(axis=0)[kept_D]
-          for prefix, one in (('', arm), ('low_', curve[high - 1]), ('high_', curve[high]))
-          for name in ('calls', 'accepted', 'kl', 'kl_tokens')}
+  return _added_up({'': arm, 'low_': curve[high - 1], 'high_': curve[high]},
+                   ('calls', 'accepted', 'kl', 'kl_tokens'), held_SD)
 
 
 def above(found) -> dict:
