@@ -21,6 +21,32 @@ def largest_float(holds, shape=()):
   return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def rising_root(error_and_slope, low, high, start, tolerance):
+  """Where a rising function is 0, by Newton's method held within a bracket.
+
+  Ends at an error within the tolerance, or where the bracket is two roundings wide. Its loop has no reverse gradient:
+  what the function closes over must carry none, see `implicit_root`.
+
+  Args: error_and_slope, a function of f32[] to its value and derivative, both f32[]; low and high, where it is at most
+    and at least 0; start, between them; tolerance, no less than the rounding of the value.
+  Returns: (root, slope there).
+  """
+
+  def unsettled(carry):
+    low, high, _, error, _, steps = carry
+    return (jnp.abs(error) > tolerance) & (high - low > 2e-7 * jnp.maximum(jnp.abs(high), 1.0)) & (steps < 50)
+
+  def refine(carry):
+    low, high, root, error, slope, steps = carry
+    low, high = jnp.where(error < 0, root, low), jnp.where(error < 0, high, root)
+    newton = root - error / jnp.where(slope > 0, slope, 1.0)
+    root = jnp.where((slope > 0) & (newton >= low) & (newton <= high), newton, (low + high) / 2)
+    return low, high, root, *error_and_slope(root), steps + 1
+
+  _, _, root, _, slope, _ = jax.lax.while_loop(unsettled, refine, (low, high, start, *error_and_slope(start), 0))
+  return root, slope
+
+
 def implicit_root(root, error, slope):
   """The root with the gradient of the equation error(root, parameters) = 0 that it solves.
 

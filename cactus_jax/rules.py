@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cactus_jax import divergence
-from cactus_jax.numerics import implicit_root, largest_float
+from cactus_jax.numerics import implicit_root, largest_float, rising_root
 from cactus_jax.records import check_number, record_class, static
 from cactus_jax.sampling import SamplingParams
 
@@ -378,40 +378,28 @@ class _Clamped(TargetRule):
     return capped_ratio(q_x, p_x), jnp.where(q_x > 0, 1.0, 0.0)
 
 
-# A price beyond this many nats buys nothing more: e^-80 is all but 0, and e^80 still a float32.
-_MAX_PRICE = 80.0
+# A price beyond this many nats buys nothing more: e^-80 is all but 0, and e^80 still a float32. One below 1e-7 is none.
+_MIN_PRICE, _MAX_PRICE = 1e-7, 80.0
 
 
 def _price_factors(p, q, tau):
-  """(a, b) with b = a e^tau and sum clip(p, a q, b q) = 1: Newton's method on logarithms, held within a bracket.
+  """(a, b) with b = a e^tau and sum clip(p, a q, b q) = 1.
 
   The sum rises with ln b from at most 1 at 0 to at least 1 at tau, and its logarithm is nearly straight: some 3 to 6
-  steps, a pass over the laws each.
+  steps of Newton's method, a pass over the laws each.
   """
 
-  def total_and_slope(p, q, tau, level):
+  def error_and_slope(p, q, tau, level):
     low, high = jnp.exp(level - tau) * q, jnp.exp(level) * q
     law = jnp.clip(p, low, high)
-    return jnp.sum(law), jnp.sum(jnp.where((p < low) | (p > high), law, 0.0))
+    total = jnp.sum(law)
+    return jnp.log(total), jnp.sum(jnp.where((p < low) | (p > high), law, 0.0)) / total
 
   tau = jnp.minimum(jnp.asarray(tau, jnp.float32), _MAX_PRICE)
   fixed = jax.lax.stop_gradient((p, q, tau))
-
-  def unsettled(carry):
-    low, high, _, total, _, steps = carry
-    return (jnp.abs(total - 1.0) > 5e-7) & (high - low > 2e-7 * jnp.maximum(high, 1.0)) & (steps < 50)
-
-  def refine(carry):
-    low, high, level, total, slope, steps = carry
-    low, high = jnp.where(total < 1.0, level, low), jnp.where(total < 1.0, high, level)
-    newton = level - jnp.log(total) * total / jnp.where(slope > 0, slope, 1.0)
-    level = jnp.where((slope > 0) & (newton >= low) & (newton <= high), newton, (low + high) / 2)
-    return low, high, level, *total_and_slope(*fixed, level), steps + 1
-
-  start = fixed[2] / 2
-  carry = jnp.zeros_like(start), fixed[2], start, *total_and_slope(*fixed, start), 0
-  _, _, level, _, slope, _ = jax.lax.while_loop(unsettled, refine, carry)
-  level = implicit_root(level, total_and_slope(p, q, tau, level)[0] - 1.0, slope)
+  level, slope = rising_root(
+      lambda level: error_and_slope(*fixed, level), jnp.zeros_like(tau), fixed[2], fixed[2] / 2, tolerance=5e-7)
+  level = implicit_root(level, error_and_slope(p, q, tau, level)[0], slope)
   return jnp.exp(level - tau), jnp.exp(level)
 
 
@@ -523,18 +511,22 @@ class Mentored(_Clamped):
       return divergence.divergence(jnp.clip(p, a * q, b * q), q, self.divergence)
 
     fixed, limit = jax.lax.stop_gradient(((p, q), jnp.asarray(self.limit, jnp.float32)))
+    # A divergence rises with a power of small prices: straight where both are logarithms.
+    safe = jnp.where(limit > 0, limit, 1.0)
+    least, most = jnp.full_like(limit, jnp.log(_MIN_PRICE)), jnp.full_like(limit, jnp.log(_MAX_PRICE))
+    settled = (limit <= 0) | (spent(*fixed, jnp.exp(most)) <= limit)  # by q, or by all of p
 
-    def halve(_, bracket):
-      low, high = bracket
-      middle = (low + high) / 2
-      within = spent(*fixed, middle) <= limit
-      return jnp.where(within, middle, low), jnp.where(within, high, middle)
+    def error_and_slope(log_tau):
+      nats, rise = jax.jvp(lambda log_tau: spent(*fixed, jnp.exp(log_tau)), (log_tau,), (jnp.ones_like(log_tau),))
+      return jnp.log(nats / safe), rise / nats
 
-    tau, above = jax.lax.fori_loop(0, 30, halve, (jnp.zeros_like(limit), jnp.full_like(limit, _MAX_PRICE)))
-    inner = (tau > 0) & (above < _MAX_PRICE)
-    _, slope = jax.jvp(lambda tau: spent(*fixed, tau), (tau,), (jnp.ones_like(tau),))
-    return _price_factors(p, q, implicit_root(
-        tau, spent(p, q, tau) - self.limit, jnp.where(inner, slope, 0.0)))
+    guess = jnp.clip(jnp.log(8.0 * safe) / 2, least, most)
+    log_tau, slope = rising_root(
+        error_and_slope, jnp.where(settled, most, least), most, jnp.where(settled, most, guess),
+        tolerance=5e-6 + 1e-7 / safe)  # the rounding of a law is some 1e-7
+    tau = jnp.where(limit > 0, jnp.exp(log_tau), 0.0)
+    slope = jnp.where(settled, 0.0, slope * limit / jnp.exp(log_tau))
+    return _price_factors(p, q, implicit_root(tau, spent(p, q, tau) - self.limit, slope))
 
 
 def _within(p, q):

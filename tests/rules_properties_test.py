@@ -287,6 +287,54 @@ def test_the_worst_case_of_cactus(vocab, delta, escape, nats):
   assert np.minimum(p, clamp).sum() < 0.5
 
 
+@pytest.mark.parametrize('name', laws.GENERATORS)
+@pytest.mark.parametrize('limit', [1e-5, 0.02, 0.3, 2.0])
+def test_mentored_spends_its_limit_in_few_passes(name, limit, monkeypatch):
+  """All of it, or what p costs where that is less; a pass over whole laws is what a step costs."""
+  passes = []
+
+  def counted(h, q, name):
+    jax.debug.callback(passes.append, 0)
+    return divergence.DIVERGENCES[name](q, h, h - q).sum()
+
+  monkeypatch.setattr(divergence, 'divergence', counted)
+  rule = cj.Mentored(jnp.float32(limit), name)
+  law = jax.jit(rule.target)
+  whole = 0
+  for p, q in TRUE_LAWS:
+    passes.clear()
+    h = np.asarray(law(jnp.float32(p), jnp.float32(q)), np.float64)
+    jax.effects_barrier()
+    assert 2 < len(passes) <= 15
+    nats, most = (min(laws.f_divergence(law / law.sum(), q, name), 1e9) for law in (h, laws.clamp_law(p, q, 80.0)))
+    whole += most > limit
+    assert nats == pytest.approx(min(limit, most), rel=0.02 if limit < 0.01 else 1e-4)
+  assert whole or limit == 2.0
+
+
+@pytest.mark.parametrize('rule, law, number', [
+  (cj.Clamp, laws.clamp_law, 0.7),
+  (cj.Lenience, laws.lenience_law, 1.4),
+  *[(functools.partial(cj.Mentored, divergence=name), functools.partial(laws.mentored_law, name=name), 0.03)
+    for name in ('reverse_kl', 'kl', 'total_variation')],
+])  # fmt: skip
+def test_gradients_are_those_of_the_law(rule, law, number):
+  """Of numbers that solve an equation too: the slope of the law in any direction, as differences have it."""
+  rng = np.random.default_rng(2)
+  slope_of = jax.jit(functools.partial(jax.jvp, lambda number, p, q: rule(number).output_law(p, q)))
+  slopes = []
+  for p, q in zip(rng.dirichlet(np.full(V, 2.0), 8), rng.dirichlet(np.full(V, 2.0), 8)):
+    weights, step = rng.normal(size=V), 1e-5
+    dp, dq = (d - d.mean() for d in rng.normal(size=(2, V)) * np.minimum(p, q).min())
+    for along in ((1.0, 0 * p, 0 * q), (0.0, dp, 0 * q), (0.0, 0 * p, dq)):
+      at = lambda s: law(p + s * along[1], q + s * along[2], number + s * along[0]) @ weights
+      _, slope = slope_of(tuple(map(jnp.float32, (number, p, q))), tuple(map(jnp.float32, along)))
+      slopes.append((slope @ weights, (at(step) - at(-step)) / (2 * step)))
+  found, expected = np.array(slopes).T
+  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+  assert np.mean(np.abs(expected) > 1e-3) > 0.7
+
+
 def test_pearson_is_the_closed_form():
   """CactusExact for Pearson's chi-square with limit 2 delta is Cactus."""
   for p, q in TRUE_LAWS:
