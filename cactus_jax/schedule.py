@@ -186,11 +186,16 @@ def costs_of(target, draft, sampling, batch, config, folder, make_state) -> Cost
   return _measured[name]
 
 
+def cores() -> int:
+  """CPU cores that this process may use: fewer than there are where it is pinned to some."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
+
 def fingerprint(target, draft, batch, config) -> str:
   """A name for whatever the costs depend on: kinds and shapes of both models, batch, buffers, devices."""
   leaves, tree = jax.tree.flatten((target, draft))
   shapes = [(jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
-  devices = jax.device_count(), jax.devices()[0].device_kind, os.cpu_count()
+  devices = jax.device_count(), jax.devices()[0].device_kind, cores()
   everything = VERSION, str(tree), shapes, batch, config, devices, jax.__version__
   return hashlib.sha256(repr(everything).encode()).hexdigest()[:16]
 

@@ -238,7 +238,7 @@ def main():
     return
   check_flags()
   rows = record.Rows(_OUTPUT.value) if _OUTPUT.value else None
-  print(f'{os.cpu_count()} cores, jax {jax.__version__}; medians of {_REPEATS.value}', flush=True)
+  print(f'{common.machine()}; medians of {_REPEATS.value}', flush=True)
   found = compare_seconds(common.verifier_source())
   if _GIGABYTES.value:
     found += compare_memory(_GIGABYTES.value)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import os
 import time
 
 import flax.struct
@@ -490,7 +491,7 @@ def test_whatever_drafts_can_be_measured(draft):
   assert len(costs.verify) == MOST + 1 and costs.first > 0 and min(costs.verify) > 0
 
 
-def test_fingerprints_tell_apart_what_costs_depend_on():
+def test_fingerprints_tell_apart_what_costs_depend_on(monkeypatch):
   config = fakes.usual_config(MOST)
   usual = (fakes.random_markov(0, 12), fakes.random_markov(1, 12), 4, config)
   others = [
@@ -505,6 +506,8 @@ def test_fingerprints_tell_apart_what_costs_depend_on():
   names = [schedule.fingerprint(*case) for case in [usual, *others]]
   assert len(set(names)) == len(names)
   assert schedule.fingerprint(fakes.random_markov(7, 12), *usual[1:]) == names[0], 'numbers cost nothing'
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(77), raising=False)
+  assert schedule.cores() == 77 and schedule.fingerprint(*usual) not in names, 'as a process pinned to fewer cores'
 
 
 # What cannot be answered.

@@ -12,7 +12,7 @@ import jax
 from absl import app, flags, logging
 
 import cactus_jax as cj
-from cactus_jax import sharding
+from cactus_jax import schedule, sharding
 from cactus_jax.divergence import DIVERGENCES
 from cactus_jax.models import student
 from lib import pod
@@ -360,7 +360,7 @@ def given() -> dict:
 
 def machine() -> str:
   """What the figures of this run were measured on."""
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+  cores = schedule.cores()
   return f'{jax.devices()[0].device_kind}, {cores} core{"s" * (cores != 1)}, jax {jax.__version__}'
 
 
