@@ -24,26 +24,29 @@ def largest_float(holds, shape=()):
 def rising_root(error_and_slope, low, high, start, tolerance):
   """Where a rising function is 0, by Newton's method held within a bracket.
 
-  Ends at an error within the tolerance, or where the bracket is two roundings wide. Its loop has no reverse gradient:
-  what the function closes over must carry none, see `implicit_root`.
+  Ends at an error within the tolerance, where a step no longer moves the root, where the bracket is 2e-7 wide (of its
+  upper end, if that is more than 1), or after 50 steps. Its loop has no reverse gradient: what the function closes over
+  must carry none, see `implicit_root`.
 
   Args: error_and_slope, a function of f32[] to its value and derivative, both f32[]; low and high, where it is at most
-    and at least 0; start, between them; tolerance, no less than the rounding of the value.
+    and at least 0; start, between them; tolerance, of the value.
   Returns: (root, slope there).
   """
 
   def unsettled(carry):
-    low, high, _, error, _, steps = carry
-    return (jnp.abs(error) > tolerance) & (high - low > 2e-7 * jnp.maximum(jnp.abs(high), 1.0)) & (steps < 50)
+    low, high, _, error, _, moved, steps = carry
+    wide = high - low > 2e-7 * jnp.maximum(jnp.abs(high), 1.0)
+    return (jnp.abs(error) > tolerance) & wide & moved & (steps < 50)
 
   def refine(carry):
-    low, high, root, error, slope, steps = carry
+    low, high, root, error, slope, _, steps = carry
     low, high = jnp.where(error < 0, root, low), jnp.where(error < 0, high, root)
     newton = root - error / jnp.where(slope > 0, slope, 1.0)
-    root = jnp.where((slope > 0) & (newton >= low) & (newton <= high), newton, (low + high) / 2)
-    return low, high, root, *error_and_slope(root), steps + 1
+    step = jnp.where((slope > 0) & (newton >= low) & (newton <= high), newton, (low + high) / 2)
+    return low, high, step, *error_and_slope(step), step != root, steps + 1
 
-  _, _, root, _, slope, _ = jax.lax.while_loop(unsettled, refine, (low, high, start, *error_and_slope(start), 0))
+  carry = low, high, start, *error_and_slope(start), jnp.full(jnp.shape(start), True), 0
+  _, _, root, _, slope, _, _ = jax.lax.while_loop(unsettled, refine, carry)
   return root, slope
 
 

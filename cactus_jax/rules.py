@@ -378,7 +378,7 @@ class _Clamped(TargetRule):
     return capped_ratio(q_x, p_x), jnp.where(q_x > 0, 1.0, 0.0)
 
 
-# A price beyond this many nats buys nothing more: e^-80 is all but 0, and e^80 still a float32. One below 1e-7 is none.
+# A price beyond 80 nats buys nothing more: e^-80 is all but 0, and e^80 still a float32. One below 1e-7 buys nothing.
 _MIN_PRICE, _MAX_PRICE = 1e-7, 80.0
 
 
@@ -511,21 +511,23 @@ class Mentored(_Clamped):
       return divergence.divergence(jnp.clip(p, a * q, b * q), q, self.divergence)
 
     fixed, limit = jax.lax.stop_gradient(((p, q), jnp.asarray(self.limit, jnp.float32)))
-    # A divergence rises with a power of small prices: straight where both are logarithms.
     safe = jnp.where(limit > 0, limit, 1.0)
     least, most = jnp.full_like(limit, jnp.log(_MIN_PRICE)), jnp.full_like(limit, jnp.log(_MAX_PRICE))
-    settled = (limit <= 0) | (spent(*fixed, jnp.exp(most)) <= limit)  # by q, or by all of p
+    whole = spent(*fixed, jnp.float32(_MAX_PRICE)) <= limit  # p is within the limit, as far as q can follow it
+    settled = whole | (limit <= 0)
 
+    # A divergence rises with a power of small prices, most with the square: straight where both are logarithms.
     def error_and_slope(log_tau):
       nats, rise = jax.jvp(lambda log_tau: spent(*fixed, jnp.exp(log_tau)), (log_tau,), (jnp.ones_like(log_tau),))
+      nats = jnp.maximum(nats, 1e-30)  # which rounding can push below 0
       return jnp.log(nats / safe), rise / nats
 
-    guess = jnp.clip(jnp.log(8.0 * safe) / 2, least, most)
+    guess = jnp.clip(jnp.log(8.0 * safe) / 2, least, most)  # KL <= tau^2 / 8
     log_tau, slope = rising_root(
-        error_and_slope, jnp.where(settled, most, least), most, jnp.where(settled, most, guess),
-        tolerance=5e-6 + 1e-7 / safe)  # the rounding of a law is some 1e-7
-    tau = jnp.where(limit > 0, jnp.exp(log_tau), 0.0)
-    slope = jnp.where(settled, 0.0, slope * limit / jnp.exp(log_tau))
+        error_and_slope, least, jnp.where(settled, least, most), jnp.where(settled, least, guess),
+        tolerance=jnp.minimum(5e-6 + 1e-7 / safe, 0.01))  # laws round to some 1e-7
+    tau = jnp.where(settled, jnp.where(whole, _MAX_PRICE, 0.0), jnp.exp(log_tau))
+    slope = jnp.where(settled, 0.0, slope * limit / tau)  # by tau, of nats that are the limit
     return _price_factors(p, q, implicit_root(tau, spent(p, q, tau) - self.limit, slope))
 
 

@@ -91,7 +91,7 @@ def test_figures_are_written(found, tmp_path, monkeypatch):
 def test_figures_of_nothing_are_left_out(found, tmp_path):
   nothing = only(found, lambda row: row['family'] == 'plain')
   assert figures.write(nothing, tmp_path) == [
-      'figure1 is left out: no answers have scores that differ from those of plain or SpS and compare with them.',
+      'figure1 is left out: no answers have scores that compare with those of plain or SpS and differ from them.',
       'delta_grid is left out: there are no arms of cactus.',
       'kl_front is left out: no arm has a ledger in which anything is spent.',
       'wall_time is left out: no arm has a time that compares with that of plain or SpS.',
@@ -120,15 +120,19 @@ def points(axis):
   return [(line.get_label(), line.get_xydata().tolist()) for line in axis.get_lines() if line.get_marker() in 'os^*']
 
 
-def test_figure1_leaves_out_tasks_in_which_all_scores_are_one(found):
-  """As of a task of which nothing is solved: its points would all lie on the line of the reference."""
-  same = {'value': 0.0, 'interval': [0.0, 0.0], 'standard_error': 0.0}
-  of = lambda task, arms: {**task, 'arms': [
-    row | {'score_vs_reference': same} if row['family'] in arms and row['score_vs_reference'] else row
-    for row in task['arms']]}
-  families = {row['family'] for row in found[1]['arms']}
-  assert isinstance(figures.figure1([found[0], of(found[1], families)]), str)
-  assert len(figures.figure1([found[0], of(found[1], families - {'cactus'})]).axes) == 2
+@pytest.mark.parametrize('error', [0.0, None])
+def test_figure1_leaves_out_panels_in_which_no_score_differs(found, error):
+  """As where nothing is solved: the points would all lie on the line of the reference."""
+  same = {'value': 0.0, 'interval': None, 'standard_error': error}
+
+  def but(kept):
+    """Summaries in which only arms of one m and family differ from the reference."""
+    return [task | {'arms': [
+      row if (row['num_draft'], row['family']) == kept or not row['score_vs_reference']
+      else row | {'score_vs_reference': same} for row in task['arms']]} for task in found]
+
+  assert isinstance(figures.figure1(but(None)), str)
+  assert [axis.get_title() for axis in figures.figure1(but((3, 'cactus'))).axes] == ['gsm8k, m = 3']
 
 
 def test_figure1_is_in_sigmas(found):

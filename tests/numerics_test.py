@@ -17,7 +17,7 @@ RISING = {
   'flat at the root': (lambda x: (x + 0.3) ** 3, 30),
   'flat elsewhere': (lambda x: jnp.maximum(x - 3, 0.0) - 0.5, 8),
   'a jump': (lambda x: jnp.where(x < 0.7, -1.0, 1.0), 45),
-  'infinite before': (lambda x: jnp.log(jnp.maximum(x - 1, 0.0)), 12),
+  'infinite before': (lambda x: jnp.log(jnp.maximum(x - 1, 0.0)) - 0.5, 12),
 }
 
 
@@ -48,8 +48,23 @@ def test_roots_at_the_ends_and_many_at_once(start):
   shift = jnp.array([1.0, 0.5, -4.0, 4.0])
   solve = lambda low, high, start, shift: numerics.rising_root(
     lambda x: (jnp.sinh(x - shift), jnp.cosh(x - shift)), low, high, start, tolerance=1e-6)[0]
-  roots = jax.jit(jax.vmap(solve))(low, high, jnp.clip(jnp.full(4, start), low, high), shift)
+  problems = low, high, jnp.clip(jnp.full(4, start), low, high), shift
+  roots = jax.jit(jax.vmap(solve))(*problems)
   np.testing.assert_allclose(roots, [1.0, 2.0, -4.0, 4.0], atol=2e-6)
+  np.testing.assert_array_equal(roots, [jax.jit(solve)(*problem) for problem in zip(*problems)])
+
+
+def test_a_step_that_rounding_swallows_is_the_last():
+  """Between neighbouring floats no root is within the tolerance, and Newton's step no longer moves it."""
+  calls = []
+
+  def error_and_slope(x):
+    jax.debug.callback(calls.append, x)
+    return 0.5 * (x - 79.3) + 1.3e-6, jnp.float32(0.5)
+
+  root, _ = numerics.rising_root(error_and_slope, jnp.float32(0), jnp.float32(80), jnp.float32(40), tolerance=5e-7)
+  jax.effects_barrier()
+  assert float(root) == pytest.approx(79.3, abs=1e-5) and len(calls) <= 5
 
 
 def test_nan_ends_at_once():

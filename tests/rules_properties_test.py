@@ -287,43 +287,57 @@ def test_the_worst_case_of_cactus(vocab, delta, escape, nats):
   assert np.minimum(p, clamp).sum() < 0.5
 
 
+def hard_pairs():
+  """Random laws, as they are and each with its own few tokens left, and drafts of one token, likely or not."""
+  rng = np.random.default_rng(4)
+  for concentration in (0.3, 1.0, 3.0):
+    p, q = rng.dirichlet(np.full(24, concentration), 2) + 1e-9
+    yield p / p.sum(), q / q.sum()
+    p, q = (np.where(law >= np.sort(law)[-8], law, 0) for law in (p, q))
+    yield p / p.sum(), q / q.sum()
+  for q_x in (0.2, 1e-4, 1e-9):
+    one, rest = np.eye(24)[0], np.append(0.0, np.full(23, 1 / 23))
+    yield one, q_x * one + (1 - q_x) * rest
+
+
 @pytest.mark.parametrize('name', laws.GENERATORS)
-@pytest.mark.parametrize('limit', [1e-5, 0.02, 0.3, 2.0])
+@pytest.mark.parametrize('limit', [1e-7, 1e-4, 0.02, 0.3, 2.0])
 def test_mentored_spends_its_limit_in_few_passes(name, limit, monkeypatch):
-  """All of it, or what p costs where that is less; a pass over whole laws is what a step costs."""
-  passes = []
+  """All of it, or what p costs where that is less; whole laws are read once a step of either solver."""
+  passes, solve = [], rules.rising_root
 
-  def counted(h, q, name):
-    jax.debug.callback(passes.append, 0)
-    return divergence.DIVERGENCES[name](q, h, h - q).sum()
+  def counted(error_and_slope, *bracket, **options):
+    def one_pass(x):
+      jax.debug.callback(lambda _: passes.append(1), x)
+      return error_and_slope(x)
+    return solve(one_pass, *bracket, **options)
 
-  monkeypatch.setattr(divergence, 'divergence', counted)
-  rule = cj.Mentored(jnp.float32(limit), name)
-  law = jax.jit(rule.target)
-  whole = 0
-  for p, q in TRUE_LAWS:
-    passes.clear()
+  monkeypatch.setattr(rules, 'rising_root', counted)
+  law = jax.jit(cj.Mentored(jnp.float32(limit), name).target)
+  counts = []
+  for p, q in hard_pairs():
     h = np.asarray(law(jnp.float32(p), jnp.float32(q)), np.float64)
     jax.effects_barrier()
-    assert 2 < len(passes) <= 15
-    nats, most = (min(laws.f_divergence(law / law.sum(), q, name), 1e9) for law in (h, laws.clamp_law(p, q, 80.0)))
-    whole += most > limit
-    assert nats == pytest.approx(min(limit, most), rel=0.02 if limit < 0.01 else 1e-4)
-  assert whole or limit == 2.0
+    counts.append(len(passes) - sum(counts))
+    nats, most = (laws.f_divergence(law / law.sum(), q, name) for law in (h, laws.clamp_law(p, q, 80.0)))
+    if limit > 1e-6:
+      assert nats == pytest.approx(min(limit, most), rel=1e-3, abs=6e-8)  # float32
+    assert nats <= 1.02 * limit
+  assert np.mean(counts) < 60  # 30 halvings would take some 200
 
 
 @pytest.mark.parametrize('rule, law, number', [
   (cj.Clamp, laws.clamp_law, 0.7),
   (cj.Lenience, laws.lenience_law, 1.4),
   *[(functools.partial(cj.Mentored, divergence=name), functools.partial(laws.mentored_law, name=name), 0.03)
-    for name in ('reverse_kl', 'kl', 'total_variation')],
+    for name in laws.GENERATORS],
 ])  # fmt: skip
 def test_gradients_are_those_of_the_law(rule, law, number):
   """Of numbers that solve an equation too: the slope of the law in any direction, as differences have it."""
   rng = np.random.default_rng(2)
   slope_of = jax.jit(functools.partial(jax.jvp, lambda number, p, q: rule(number).output_law(p, q)))
   slopes = []
-  for p, q in zip(rng.dirichlet(np.full(V, 2.0), 8), rng.dirichlet(np.full(V, 2.0), 8)):
+  for p, q in rng.dirichlet(np.full(V, 2.0), (8, 2)):
     weights, step = rng.normal(size=V), 1e-5
     dp, dq = (d - d.mean() for d in rng.normal(size=(2, V)) * np.minimum(p, q).min())
     for along in ((1.0, 0 * p, 0 * q), (0.0, dp, 0 * q), (0.0, 0 * p, dq)):
@@ -332,7 +346,7 @@ def test_gradients_are_those_of_the_law(rule, law, number):
       slopes.append((slope @ weights, (at(step) - at(-step)) / (2 * step)))
   found, expected = np.array(slopes).T
   np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
-  assert np.mean(np.abs(expected) > 1e-3) > 0.7
+  assert np.mean(np.abs(expected) > 1e-3) > 0.5
 
 
 def test_pearson_is_the_closed_form():

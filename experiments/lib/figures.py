@@ -73,13 +73,11 @@ def figure1(found):
       return None
     return 100 * row['acceptance_rate']['value'], against['value'] / (against['standard_error'] or 1)
 
-  # Where no arm's score differs from the reference's in any document there is nothing to see.
-  found = [task for task in found
-           if any((row['score_vs_reference'] or {}).get('standard_error') for row in task['arms'])]
   styles, labels, ends = _styles(found), {}, {}
-  figure, panels = _panels(found, place)
+  # Where no document tells any arm from the reference all would lie on its line: no panel.
+  figure, panels = _panels(found, lambda row: place(row) and row['score_vs_reference']['standard_error'])
   if not panels:
-    return 'no answers have scores that differ from those of plain or SpS and compare with them'
+    return 'no answers have scores that compare with those of plain or SpS and differ from them'
   for axis, task, rows in panels:
     labels[axis] = _curves(axis, rows, place, styles)
     axis.margins(0.15)
