@@ -301,7 +301,7 @@ def hard_pairs():
 
 
 @pytest.mark.parametrize('name', laws.GENERATORS)
-@pytest.mark.parametrize('limit', [1e-7, 1e-4, 0.02, 0.3, 2.0])
+@pytest.mark.parametrize('limit', [1e-7, 0.02, 1.0])
 def test_mentored_spends_its_limit_in_few_passes(name, limit, monkeypatch):
   """All of it, or what p costs where that is less; whole laws are read once a step of either solver."""
   passes, solve = [], rules.rising_root
