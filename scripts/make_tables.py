@@ -2,6 +2,7 @@
 
   python scripts/make_tables.py runs/first                            # into runs/first/tables; seconds
   python scripts/make_tables.py runs/first runs/second --output=both  # several runs, of the same settings
+  python scripts/make_tables.py runs/first --against='clamp tau=2'    # scores less that arm's, instead of SpS's
 
 Writes a table for each task (TASK.md, .csv, .tex with booktabs, .json; JSON and CSV are unrounded and have all
 intervals) and the figures (.png, .svg; `pip install -e .[plot]`), and prints the tables. What is there is replaced.
@@ -22,6 +23,8 @@ from lib import flags as common  # noqa: E402
 from cactus_jax import files  # noqa: E402
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Folder to write to; by default RUN/tables of the only run.')
+_AGAINST = flags.DEFINE_string('against', 'exact', 'The arm that scores are compared with, of the same number of '
+                               'drafted tokens; exact is SpS.')
 _ARMS = flags.DEFINE_list('arms', None, 'Arms in the figure of positions, as exact,cactus delta=1; by default SpS and '
                           'one of each family.')
 
@@ -33,10 +36,12 @@ def main(*runs):
     raise ValueError('--output is missing: several runs have no folder of their own for tables.')
   folder = _OUTPUT.value or os.path.join(runs[0], 'tables')
   rows, run, notes = answers.read_runs(runs)
-  by_task = {}
+  by_task, names = {}, {row['arm'] for row in rows}
   for row in rows:
     by_task.setdefault(row['task'], []).append(row)
-  found = [tables.summarize(task, by_task[task], run) for task in sorted(by_task)]
+  if _AGAINST.value not in names | {'exact'}:
+    raise ValueError(f'--against: {_AGAINST.value!r} is no arm; there are {", ".join(sorted(names))}.')
+  found = [tables.summarize(task, by_task[task], run, _AGAINST.value) for task in sorted(by_task)]
   try:
     for task, (kind, write) in itertools.product(found, tables.WRITERS.items()):
       name = re.sub(r'[^\w.-]', '_', task['task'])
@@ -51,7 +56,7 @@ def main(*runs):
 
 def num_runs(argv) -> int:
   """How many arguments are no flags, nor values of flags written apart."""
-  flags_alone = {dashes + flag.name for flag in (_OUTPUT, _ARMS) for dashes in ('-', '--')}
+  flags_alone = {dashes + flag.name for flag in (_OUTPUT, _AGAINST, _ARMS) for dashes in ('-', '--')}
   return sum(not word.startswith('-') and before not in flags_alone for before, word in itertools.pairwise(argv))
 
 

@@ -57,6 +57,17 @@ def test_the_command(rows, found, tmp_path):
                               f'Tables and figures are in {tmp_path / "both"}\n')
 
 
+def test_the_arm_that_scores_are_compared_with(rows, tmp_path):
+  """--against; the value is no further run, and one that no run has is refused before anything is written."""
+  folder = tables_test.write_run(tmp_path / 'a', [row for row in rows if row['task'] == 'gsm8k'])
+  done = command(folder, '--against', 'cactus', '--output', str(tmp_path / 'x'))
+  assert done.returncode == 2 and "--against: 'cactus' is no arm; there are cactus delta=0.5, cactus" in done.stderr
+  assert not (tmp_path / 'x').exists()
+  done = command('--against', 'cactus delta=1', folder)
+  assert (done.returncode, done.stderr) == (0, '')
+  assert '| vs cactus delta=1 ' in done.stdout and 'vs SpS' not in done.stdout
+
+
 def test_the_folder_of_one_run(rows, tmp_path):
   folder = tables_test.write_run(tmp_path / 'a', [row | {'task': 'a/b'} for row in rows if row['arm'] == 'plain'][:5])
   done = command(folder)

@@ -59,7 +59,7 @@ def test_figures_by_hand():
   assert value(exact['acceptance_rate']) == pytest.approx(5 / 14)
   assert value(exact['rejected_per_token']) == pytest.approx((2 - 0.5) / (0.5 + 1))
   assert value(exact['kl_per_token']) == 0
-  assert exact['rejected_change'] is None and exact['score_vs_sps'] is None, 'it is what the others are compared with'
+  assert exact['rejected_change'] is None and exact['score_vs_arm'] is None, 'it is what the others are compared with'
   assert value(cactus['accepted_len']) == pytest.approx(8 / 5)
   assert value(cactus['acceptance_rate']) == pytest.approx(8 / 10)
   assert value(cactus['rejected_change']) == pytest.approx((2 - 1.6) / (1.6 + 1) / 1 - 1)
@@ -70,7 +70,7 @@ def test_figures_by_hand():
   assert exact['tokens_per_second'] == 3 and cactus['tokens_per_second'] == 4 and plain['tokens_per_second'] == 2
   assert value(cactus['speed_up']) == pytest.approx(2) and value(exact['speed_up']) == pytest.approx(1.5)
   assert plain['speed_up'] is None
-  assert value(cactus['score']) == 0.75 and value(cactus['score_vs_sps']) == pytest.approx(0.25)
+  assert value(cactus['score']) == 0.75 and value(cactus['score_vs_arm']) == pytest.approx(0.25)
   assert value(cactus['score_vs_reference']) == pytest.approx(0.25) and value(exact['score_vs_reference']) == 0
   assert exact['metrics'] == {'loose': 0.75, 'strict': 0.5}
   assert cactus['sums']['accepted_at'] == [5, 3] and cactus['sums']['tested_at'] == [5, 5]
@@ -122,7 +122,7 @@ def test_difference_has_the_error_that_is_known():
   scores[1] -= 0.004
   differences = scores[1] - scores[0]
   error = differences.std() / math.sqrt(400)
-  found = by_arm(rows_of(scores))['cactus delta=1']['score_vs_sps']
+  found = by_arm(rows_of(scores))['cactus delta=1']['score_vs_arm']
   assert found['value'] == pytest.approx(differences.mean())
   assert found['standard_error'] == pytest.approx(error, rel=0.03)
   np.testing.assert_allclose(found['interval'], differences.mean() + np.array([-1.96, 1.96]) * error, atol=0.12 * error)
@@ -138,7 +138,7 @@ def test_p_is_of_all_ways_to_draw(tenths):
   sums = np.array([sum(drawn) for drawn in itertools.product(tenths, repeat=len(tenths))])
   assert (sums == 0).any() == (len(tenths) == 4)
   scores = np.stack([np.full(len(tenths), 0.5), 0.5 + np.array(tenths) / 10])
-  found = by_arm(rows_of(scores))['cactus delta=1']['score_vs_sps']
+  found = by_arm(rows_of(scores))['cactus delta=1']['score_vs_arm']
   assert found['p'] == pytest.approx(2 * min((sums <= 0).mean(), (sums >= 0).mean()), abs=0.03)
 
 
@@ -150,8 +150,8 @@ def test_pairs_are_resampled_together():
                  seconds=tokens * pace / np.array([[10.0], [20.0]]))
   found = by_arm(rows)['cactus delta=1']
   assert found['speed_up'] == {'value': pytest.approx(2), 'interval': [pytest.approx(2), pytest.approx(2)]}
-  assert found['score_vs_sps']['interval'] == [0, 0]
-  assert (found['score_vs_sps']['p'], found['score_vs_sps']['standard_error']) == (1, 0)
+  assert found['score_vs_arm']['interval'] == [0, 0]
+  assert (found['score_vs_arm']['p'], found['score_vs_arm']['standard_error']) == (1, 0)
 
 
 def test_seeds_are_not_documents():
@@ -160,8 +160,8 @@ def test_seeds_are_not_documents():
   one = by_arm(rows_of(scores))['cactus delta=1']
   four = by_arm([row for seed in range(4) for row in rows_of(scores, seed=seed)])['cactus delta=1']
   for name in ('value', 'standard_error', 'interval', 'p', 'documents'):
-    assert four['score_vs_sps'][name] == pytest.approx(one['score_vs_sps'][name], abs=1e-9)
-  assert (one['score_vs_sps']['answers'], four['score_vs_sps']['answers']) == (60, 240)
+    assert four['score_vs_arm'][name] == pytest.approx(one['score_vs_arm'][name], abs=1e-9)
+  assert (one['score_vs_arm']['answers'], four['score_vs_arm']['answers']) == (60, 240)
   assert four['accepted_len'] == one['accepted_len']
 
 
@@ -345,13 +345,38 @@ def test_comparisons_are_of_what_both_arms_have():
   found = summarize(whole + part)
   row = found['arms'][1]
   assert (row['answers'], row['documents'], row['seeds']) == (5, 3, 2)
-  compared = row['score_vs_sps']
+  compared = row['score_vs_arm']
   assert (compared['documents'], compared['answers']) == (3, 5)
   theirs = [score[1, 0], (score[2, 0] + score[2, 1]) / 2, (score[3, 0] + score[3, 1]) / 2]
   assert compared['value'] == pytest.approx(0.25 - np.mean(theirs))
   assert value(row['speed_up']) == pytest.approx((2 + 3 + 3 + 4 + 4) / 5)
   assert any(note.startswith('Incomplete: typical m=2 (5 of 8).') for note in found['notes'])
   assert not any('Incomplete' in note for note in summarize(whole)['notes'])
+
+
+@pytest.mark.parametrize('against, header, of', [
+    ('exact', 'vs SpS', 'exact of the same m'), ('typical', 'vs typical', 'typical of the same m'),
+    ('plain', 'vs plain', 'plain on the same documents')])
+def test_scores_are_compared_with_any_arm(against, header, of):
+  """Of the same m, or with plain; what is rejected is still compared with SpS, and times with plain."""
+  rows = made_up(docs=20)
+  found, usual = summarize(rows, against=against), summarize(rows)
+  arms = {(row['arm'], row['num_draft']): row for row in found['arms']}
+  scores = {(row['arm'], row['num_draft'], row['doc'], row['seed']): row['score'] for row in rows}
+  assert {m for _, m in arms} == {0, 2, 3}
+  for (arm, m), row in arms.items():
+    other = against, 0 if against == 'plain' else m
+    if other == (arm, m) or other not in arms:
+      assert row['score_vs_arm'] is None
+      continue
+    differences = [score - scores[*other, doc, seed]
+                   for (name, n, doc, seed), score in scores.items() if (name, n) == (arm, m)]
+    assert value(row['score_vs_arm']) == pytest.approx(np.mean(differences))
+  for row, other in zip(found['arms'], usual['arms']):
+    for name in ('rejected_change', 'speed_up'):
+      assert (row[name] and value(row[name])) == (other[name] and pytest.approx(value(other[name])))
+  assert header in tables.shown(found)[0] and any(note.startswith(f'{header}: difference from {of}')
+                                                  for note in found['notes'])
 
 
 def test_what_is_not_there_is_left_out():
@@ -364,14 +389,14 @@ def test_what_is_not_there_is_left_out():
   assert [row['speed_up'] and row['speed_up']['value'] for row in found['arms']] == [None, 1]
   rows = [answer(arm='typical', num_draft=3), answer(arm='exact', num_draft=2), answer(1, 'plain')]
   for row in summarize(rows)['arms']:
-    assert row['score_vs_sps'] is row['speed_up'] is row['rejected_change'] is None
+    assert row['score_vs_arm'] is row['speed_up'] is row['rejected_change'] is None
 
 
 def test_nothing_solved_nothing_timed_and_one_document():
   found = by_arm([answer(arm=arm, score=0.0, seconds=0.0) for arm in ('plain', 'exact', 'typical')])['typical']
   assert found['calls_per_solved'] is None and found['tokens_per_second'] is None and found['speed_up'] is None
   assert found['accepted_len'] == {'value': 0, 'interval': None}, 'one document is not resampled'
-  assert found['score_vs_sps'] == {'value': 0, 'interval': None, 'standard_error': None, 'p': None, 'documents': 1,
+  assert found['score_vs_arm'] == {'value': 0, 'interval': None, 'standard_error': None, 'p': None, 'documents': 1,
                                    'answers': 1}
   assert tables.markdown(summarize([answer(score=0.0)])).startswith('## gsm8k')
 
@@ -427,7 +452,7 @@ def test_many_rows():
       assert low < value(row['accepted_len']) < high
     if m and arm != 'exact':
       sps = found['exact', m]
-      assert value(row['score_vs_sps']) == pytest.approx(value(row['score']) - value(sps['score']))
+      assert value(row['score_vs_arm']) == pytest.approx(value(row['score']) - value(sps['score']))
       assert value(row['rejected_change']) == pytest.approx(
           value(row['rejected_per_token']) / value(sps['rejected_per_token']) - 1)
 
@@ -464,7 +489,7 @@ def test_the_notes_say_what_errors_are_over():
 
 @pytest.mark.parametrize('p, shown', [(0.0002, '<0.001'), (0.0012, '0.001'), (0.6, '0.600'), (1.0, '1.000')])
 def test_p_as_it_is_shown(p, shown):
-  assert tables.COLUMNS['p']({'score_vs_sps': {'p': p}}) == shown
+  assert tables.COLUMNS['p']({'score_vs_arm': {'p': p}}) == shown
 
 
 def test_latex_is_escaped():
@@ -485,13 +510,13 @@ def test_csv_and_json_hold_all_digits():
   assert json.loads(tables.json_text(found)) == found
   rows = list(csv.DictReader(io.StringIO(tables.csv_text(found))))
   assert [row['arm'] for row in rows] == [row['arm'] for row in found['arms']]
-  assert not {'score', 'score_vs_sps', 'accepted_len', 'paper'} & rows[0].keys(), 'only what has a value is a column'
+  assert not {'score', 'score_vs_arm', 'accepted_len', 'paper'} & rows[0].keys(), 'only what has a value is a column'
   for flat, row in zip(rows, found['arms']):
     assert float(flat['score_value']) == row['score']['value']
-    if row['score_vs_sps']:
-      assert [float(flat[f'score_vs_sps_interval_{end}']) for end in ('low', 'high')] == row['score_vs_sps']['interval']
+    if row['score_vs_arm']:
+      assert [float(flat[f'score_vs_arm_interval_{end}']) for end in ('low', 'high')] == row['score_vs_arm']['interval']
     else:
-      assert flat['score_vs_sps_interval_low'] == flat['score_vs_sps_p'] == ''
+      assert flat['score_vs_arm_interval_low'] == flat['score_vs_arm_p'] == ''
     accepted_at = [int(flat[f'sums_accepted_at_{i}']) for i in range(row['num_draft'])]
     assert accepted_at == row['sums']['accepted_at']
 

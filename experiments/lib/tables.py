@@ -177,10 +177,11 @@ def standard_error(found) -> tuple[float | None, str]:
 # Tables.
 
 
-def summarize(task, answers, run=None) -> dict:
+def summarize(task, answers, run=None, against='exact') -> dict:
   """All that tables and figures show of the answers to a task; JSON.
 
-  Args: run, what describes them together, by `answers.read_runs`.
+  Args: run, what describes them together, by `answers.read_runs`; against, the arm, of the same number of drafted
+    tokens, that scores are compared with.
   Returns: {'arms': [the figures of each], 'notes': [sentences], 'reference': the arm that speeds, and scores in the
     figures, are compared with: 'plain', or where there is none 'exact' of the same number of drafted tokens, ...}
   Raises: ValueError where some answers have a score and some have none.
@@ -192,7 +193,8 @@ def summarize(task, answers, run=None) -> dict:
   named = {(arm.name, arm.num_draft): arm for arm in arms}
   plain, grid_SD = named.get(('plain', 0)), functools.reduce(np.logical_or, (arm.held_SD for arm in arms))
   compared = lambda arm, other: None if other is None or other is arm else pair(arm, other)
-  sps = [named.get(('exact', arm.num_draft)) for arm in arms]
+  sps, baselines = ([named.get((name, arm.num_draft if name != 'plain' else 0)) for arm in arms]
+                    for name in ('exact', against))
 
   def with_front(arm):  # exact is its end, where nothing is spent
     curve = [other for other in arms if other.num_draft == arm.num_draft
@@ -200,18 +202,18 @@ def summarize(task, answers, run=None) -> dict:
     return None if any(arm is one for one in curve) or not arm.num_draft else beside(arm, curve)
 
   with np.errstate(divide='ignore', invalid='ignore'):  # 0 / 0 becomes None
-    sums = resampled([*map(by_document, arms), *map(compared, arms, sps),
+    sums = resampled([*map(by_document, arms), *map(compared, arms, sps), *map(compared, arms, baselines),
                       *(compared(arm, plain or other) for arm, other in zip(arms, sps)), *map(with_front, arms)])
     rows = [_figures(task, arm, not unscored, *sums[i :: len(arms)]) for i, arm in enumerate(arms)]
   run = run or {'settings': {'tasks': {}}}
-  found = {'task': task, 'metric': run['settings']['tasks'].get(task, {}).get('metric'),
-           'scored': not unscored, 'reference': 'exact' if plain is None else 'plain', 'documents': grid_SD.shape[1],
+  found = {'task': task, 'metric': run['settings']['tasks'].get(task, {}).get('metric'), 'scored': not unscored,
+           'against': against, 'reference': 'exact' if plain is None else 'plain', 'documents': grid_SD.shape[1],
            'seeds': grid_SD.shape[0], 'answers': int(grid_SD.sum()), 'resamples': RESAMPLES, 'run': run, 'arms': rows}
   return found | {'notes': _notes(found)}
 
 
-def _figures(task, arm, scored, own, with_sps, with_reference, with_front):
-  """The figures of an arm, from resampled sums: its own, and those beside SpS, the reference and the front, or None."""
+def _figures(task, arm, scored, own, with_sps, with_baseline, with_reference, with_front):
+  """The figures of an arm, from resampled sums: its own, and those beside SpS and the other arms, or None."""
   m, (family, numbers) = arm.num_draft, split_arm(arm.name)
   total = {name: float(arm.sums_SD(name).sum()) for name in SUMS}
   ratio = lambda a, b: total[a] / total[b] if total[b] else None
@@ -224,7 +226,7 @@ def _figures(task, arm, scored, own, with_sps, with_reference, with_front):
       'answers': int(total['answers']), 'documents': int(arm.held_SD.any(axis=0).sum()),
       'seeds': int(arm.held_SD.any(axis=1).sum()),
       'score': score(arm) if scored else None,
-      'score_vs_sps': score_difference(with_sps) if scored and with_sps else None,
+      'score_vs_arm': score_difference(with_baseline) if scored and with_baseline else None,
       'score_vs_reference': score_difference(with_reference) if scored and with_reference else None,
       'accepted_len': estimate(own['accepted'] / own['calls']) if m else None,
       'acceptance_rate': estimate(own['accepted'] / own['tested']) if m else None,
@@ -267,8 +269,9 @@ def _notes(found):
       by.setdefault(standard_error(row['score'])[1], []).append(label(row))
     over = ' or '.join(by if len(by) == 1 else (f'{over} ({", ".join(names)})' for over, names in by.items()))
     notes.append(f'Score: {found["metric"] or "the main metric"}, ± one standard error over {over}.')
-    notes.append(f'vs SpS: difference from exact of the same m on the same documents and seeds; p is two-sided, from '
-                 f'{found["resamples"]:,} resamples of documents, as are all [95 % intervals].')
+    of = '' if found['against'] == 'plain' else ' of the same m'
+    notes.append(f'{_versus(found)}: difference from {found["against"]}{of} on the same documents and seeds; p is '
+                 f'two-sided, from {found["resamples"]:,} resamples of documents, as are all [95 % intervals].')
   else:
     notes.append(f'[95 % intervals] are from {found["resamples"]:,} resamples of documents.')
   notes.append('AL: drafted tokens kept in a round, mean over rounds. Rej: change of the rejected tokens per emitted '
@@ -342,14 +345,15 @@ def _cited(cells):
   return ' / '.join(_number(cells[name], form) for name, form in zip(CITED, ('.2f', '.2f', '.0f'))) if cells else ''
 
 
+VERSUS = 'vs'  # header of a column, which the arm completes that scores are compared with
 # What is shown of an arm: header, and text of the row. Columns without content are left out.
 COLUMNS = {
     'm': lambda row: str(row['num_draft'] or '-'),
     'arm': lambda row: row['arm'],
     'answers': lambda row: str(row['answers']),
     'score %': lambda row: _score(row['score']),
-    'vs SpS': lambda row: _with_interval(row['score_vs_sps'], lambda x: _percent(x, '+.1f')),
-    'p': lambda row: _p(row['score_vs_sps']),
+    VERSUS: lambda row: _with_interval(row['score_vs_arm'], lambda x: _percent(x, '+.1f')),
+    'p': lambda row: _p(row['score_vs_arm']),
     'AL': lambda row: _value(row['accepted_len'], '.2f'),
     'Rej %': lambda row: _rej(row['rejected_change']),
     'accepted %': lambda row: '-' if row['acceptance_rate'] is None else _percent(row['acceptance_rate']['value']),
@@ -364,9 +368,14 @@ COLUMNS = {
      for where in PAPER}
 
 
+def _versus(found):
+  return f'{VERSUS} {"SpS" if found["against"] == "exact" else found["against"]}'
+
+
 def shown(found) -> tuple[list[str], list[list[str]]]:
   """Header and rows of the table, as text."""
-  columns = [[header, *map(text, found['arms'])] for header, text in COLUMNS.items()]
+  columns = [[_versus(found) if header == VERSUS else header, *map(text, found['arms'])]
+             for header, text in COLUMNS.items()]
   kept = [column for column in columns if set(column[1:]) - {'-', ''}]
   header, *rows = map(list, zip(*kept))
   return header, rows
