@@ -45,7 +45,7 @@ def rising_root(error_and_slope, low, high, start, tolerance):
     step = jnp.where((slope > 0) & (newton >= low) & (newton <= high), newton, (low + high) / 2)
     return low, high, step, *error_and_slope(step), step != root, steps + 1
 
-  carry = low, high, start, *error_and_slope(start), jnp.full(jnp.shape(start), True), 0
+  carry = low, high, start, *error_and_slope(start), True, 0
   _, _, root, _, slope, _, _ = jax.lax.while_loop(unsettled, refine, carry)
   return root, slope
 

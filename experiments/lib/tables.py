@@ -191,10 +191,12 @@ def summarize(task, answers, run=None, against='exact') -> dict:
     raise ValueError(f'{task}: {unscored} of {len(answers)} answers have no score; need one for all or for none.')
   arms = answers_lib.arms_of(answers)
   named = {(arm.name, arm.num_draft): arm for arm in arms}
-  plain, grid_SD = named.get(('plain', 0)), functools.reduce(np.logical_or, (arm.held_SD for arm in arms))
-  compared = lambda arm, other: None if other is None or other is arm else pair(arm, other)
-  sps, baselines = ([named.get((name, arm.num_draft if name != 'plain' else 0)) for arm in arms]
-                    for name in ('exact', against))
+  reference = 'plain' if ('plain', 0) in named else 'exact'
+  grid_SD = functools.reduce(np.logical_or, (arm.held_SD for arm in arms))
+
+  def compared(name):
+    others = [named.get((name, 0 if name == 'plain' else arm.num_draft)) for arm in arms]
+    return [None if other is None or other is arm else pair(arm, other) for arm, other in zip(arms, others)]
 
   def with_front(arm):  # exact is its end, where nothing is spent
     curve = [other for other in arms if other.num_draft == arm.num_draft
@@ -202,12 +204,15 @@ def summarize(task, answers, run=None, against='exact') -> dict:
     return None if any(arm is one for one in curve) or not arm.num_draft else beside(arm, curve)
 
   with np.errstate(divide='ignore', invalid='ignore'):  # 0 / 0 becomes None
-    sums = resampled([*map(by_document, arms), *map(compared, arms, sps), *map(compared, arms, baselines),
-                      *(compared(arm, plain or other) for arm, other in zip(arms, sps)), *map(with_front, arms)])
-    rows = [_figures(task, arm, not unscored, *sums[i :: len(arms)]) for i, arm in enumerate(arms)]
+    kinds = {'own': map(by_document, arms), 'front': map(with_front, arms)}
+    kinds |= {name: compared(name) for name in ('exact', against, reference)}  # each name once
+    sums = resampled([table for tables in kinds.values() for table in tables])
+    of = {kind: sums[i * len(arms) : (i + 1) * len(arms)] for i, kind in enumerate(kinds)}
+    rows = [_figures(task, arm, not unscored, *each) for arm, *each in zip(
+        arms, of['own'], of['exact'], of[against], of[reference], of['front'])]
   run = run or {'settings': {'tasks': {}}}
   found = {'task': task, 'metric': run['settings']['tasks'].get(task, {}).get('metric'), 'scored': not unscored,
-           'against': against, 'reference': 'exact' if plain is None else 'plain', 'documents': grid_SD.shape[1],
+           'against': against, 'reference': reference, 'documents': grid_SD.shape[1],
            'seeds': grid_SD.shape[0], 'answers': int(grid_SD.sum()), 'resamples': RESAMPLES, 'run': run, 'arms': rows}
   return found | {'notes': _notes(found)}
 
