@@ -17,7 +17,8 @@ for argument; do  # takes --slow out and keeps the rest in place
     *) set -- "$@" "$argument" ;;
   esac
 done
-[ $# -gt 0 ] || set -- -n auto --maxprocesses 4  # the whole suite: on several cores
+# The whole suite: on several cores, each file on one, which then makes what its tests share once.
+[ $# -gt 0 ] || set -- -n auto --maxprocesses 4 --dist loadfile
 [ $slow = yes ] || set -- -m 'not slow' "$@"
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"

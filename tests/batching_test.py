@@ -61,7 +61,7 @@ def test_the_batch_has_answers_of_many_kinds(together):
   assert {'accepted', 'recovered', 'bonus'} == {origin for row in together.origins for origin in row}
 
 
-@pytest.mark.parametrize('batch_size', [1, 3, 16])
+@pytest.mark.parametrize('batch_size', [1, pytest.param(3, marks=pytest.mark.slow), 16])
 def test_each_answer_is_that_of_a_batch(together, batch_size):
   answers = each(ledger=True, stop=STOP, batch_size=batch_size)
   assert_same(answers, together)

@@ -143,6 +143,7 @@ def test_rules_do_the_same_on_compact_laws(name, whole_and_compact):
   np.testing.assert_allclose(there.sum(-1), 1, atol=1e-5)
 
 
+@jax.jit
 def judged(rule, draft, target_probs):
   """accept_prob f32[B K] and output_law f32[B K, V] at all drafted positions."""
   V = target_probs.shape[-1]

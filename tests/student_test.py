@@ -126,7 +126,7 @@ def draft_laws_anew(student, target, text, drafted, sampling):
   return laws
 
 
-@pytest.mark.parametrize('num_draft', [1, 3])
+@pytest.mark.parametrize('num_draft', [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize('rule', [cj.Exact(), cj.Lenience(1e6)], ids=['exact', 'keeps_all'])
 def test_draft_laws_are_those_of_the_whole_text(student, target, num_draft, rule):
   """After rejections and after rounds that kept everything, from a prompt of one token, of few, and of more."""
