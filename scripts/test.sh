@@ -18,7 +18,7 @@ for argument; do  # takes --slow out and keeps the rest in place
   esac
 done
 # The whole suite: on several cores, each file on one, which then makes what its tests share once.
-[ $# -gt 0 ] || set -- -n auto --maxprocesses 4 --dist loadfile
+[ $# -gt 0 ] || set -- -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 [ $slow = yes ] || set -- -m 'not slow' "$@"
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"

@@ -19,7 +19,7 @@ from cactus_jax import sharding
 from cactus_jax.models import config
 
 ROOT = pathlib.Path(__file__).parent.parent
-MESHES = ('8x1x1', '2x1x4')  # data x fsdp x model; slow tests have more
+MESHES = ('2x1x4', '8x1x1')  # data x fsdp x model; slow tests have more
 TIMEOUT = 900
 
 
@@ -125,7 +125,7 @@ def test_same_tokens_on_two_processes(one_process, tmp_path):
 
 @pytest.mark.slow
 def test_same_tokens_on_two_processes_and_more_meshes(one_process, tmp_path):
-  for found in on_two_processes(tmp_path, '2x2x2', '1x1x8', '8x1x1:1'):
+  for found in on_two_processes(tmp_path, '2x2x2', '1x1x8', '8x1x1:0'):
     for mesh in ('2x2x2', '1x1x8', '8x1x1'):
       assert_same(found[mesh], one_process['none'])
 
