@@ -42,6 +42,7 @@ def main(*runs):
   if _AGAINST.value not in names | {'exact'}:
     raise ValueError(f'--against: {_AGAINST.value!r} is no arm; there are {", ".join(sorted(names))}.')
   found = [tables.summarize(task, by_task[task], run, _AGAINST.value) for task in sorted(by_task)]
+  figures.check_arms(found, _ARMS.value)
   try:
     for task, (kind, write) in itertools.product(found, tables.WRITERS.items()):
       name = re.sub(r'[^\w.-]', '_', task['task'])

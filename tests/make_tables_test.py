@@ -62,6 +62,8 @@ def test_the_arm_that_scores_are_compared_with(rows, tmp_path):
   folder = tables_test.write_run(tmp_path / 'a', [row for row in rows if row['task'] == 'gsm8k'])
   done = command(folder, '--against', 'cactus', '--output', str(tmp_path / 'x'))
   assert done.returncode == 2 and "--against: 'cactus' is no arm; there are cactus delta=0.5, cactus" in done.stderr
+  done = command(folder, '--arms', 'cactus', '--output', str(tmp_path / 'x'))
+  assert done.returncode == 2 and "--arms: 'cactus' is no arm that drafts" in done.stderr
   assert not (tmp_path / 'x').exists()
   done = command('--against', 'cactus delta=1', folder)
   assert (done.returncode, done.stderr) == (0, '')
@@ -194,6 +196,17 @@ def test_delta_grid_has_a_line_for_each_m(found):
   assert titled.keys() == {'chat', 'gsm8k'} and len(figure.axes) == 3, 'chat has no scores'
   lines = [xy for axis in figure.axes if axis.get_ylabel().startswith('AL') for _, xy in points(axis)]
   assert [len(line) for line in lines] == [2, 2, 2], 'chat has one m, gsm8k two'
+
+
+@pytest.mark.parametrize('draw', [figures.delta_grid, figures.kl_front])
+def test_no_line_joins_arms_of_other_documents(draw):
+  """The arm in the middle lacks a document: it is pale, and the line goes by."""
+  rows = [tables_test.answer(doc, f'cactus delta={delta}', kl=delta, accepted_at=[3, 1], tested_at=[5, 3])
+          for delta in (0.25, 0.5, 1) for doc in range(2) if (delta, doc) != (0.5, 1)]
+  axis = draw([tables.summarize('gsm8k', rows)]).axes[-1]
+  lines = [line for line in axis.get_lines() if line.get_marker() == 'o']
+  assert [(len(line.get_xydata()), line.get_linestyle(), line.get_alpha()) for line in lines] == [
+      (2, '-', None), (1, 'None', figures.PALE)]
 
 
 @pytest.mark.parametrize('cheap, dear', [(0.085, 0.115), (0.05, 0.12), (0.04, 0.17), (0.001, 0.4)])

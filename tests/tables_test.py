@@ -379,6 +379,23 @@ def test_scores_are_compared_with_any_arm(against, header, of):
                                                   for note in found['notes'])
 
 
+def test_arms_that_cannot_be_compared_are_named():
+  """Nothing of the same m, or no document that both have; and where no score differs, that this is no finding."""
+  rows = [answer(doc, arm, m, score=float(arm == 'top_k' and doc == 0)) for doc in range(2)
+          for arm, m in (('plain', 0), ('exact', 2), ('typical', 2), ('typical', 3), ('top_k', 2))]
+  lacking = lambda found: [note for note in found['notes'] if note.startswith('Scores not compared')]
+  say_nothing = lambda found: any('these scores say nothing' in note for note in found['notes'])
+  found = summarize(rows)
+  assert lacking(found) == ['Scores not compared, since exact has no answer to the same documents at the same m: '
+                            'typical m=3.'] and not say_nothing(found)
+  apart = summarize([row for row in rows if row['doc'] == (row['arm'] == 'typical')], against='typical')
+  assert lacking(apart)[0].endswith(': exact m=2, top_k m=2.') and 'vs typical' not in tables.shown(apart)[0]
+  assert not any('difference from' in note for note in apart['notes'])
+  assert any(note.startswith('[95 % intervals] are from') for note in apart['notes'])
+  assert not lacking(summarize(rows, against='plain'))
+  assert say_nothing(summarize([row | {'score': 0.5} for row in rows]))
+
+
 def test_what_is_not_there_is_left_out():
   """No scores, no ledger, no plain, no SpS of this m, nothing shared: no column, and never a wrong number."""
   rows = [answer(doc, arm, score=None) for doc in range(3) for arm in ('exact', 'typical')]
@@ -506,9 +523,10 @@ def test_latex_is_escaped():
 
 
 def test_csv_and_json_hold_all_digits():
-  found = summarize(made_up())
+  found = summarize(made_up(), against='plain')
   assert json.loads(tables.json_text(found)) == found
   rows = list(csv.DictReader(io.StringIO(tables.csv_text(found))))
+  assert {row['against'] for row in rows} == {'plain'}
   assert [row['arm'] for row in rows] == [row['arm'] for row in found['arms']]
   assert not {'score', 'score_vs_arm', 'accepted_len', 'paper'} & rows[0].keys(), 'only what has a value is a column'
   for flat, row in zip(rows, found['arms']):
@@ -584,6 +602,8 @@ def test_starts_are_read_where_a_run_has_several(tmp_path):
     ({'tested_at': []}, 'tested_at has 0 positions: need num_draft=2'),
     ({'accepted_at': [1, 0.5]}, 'accepted_at is [1, 0.5]: need whole numbers from 0'),
     ({'accepted_at': [1, -1]}, 'accepted_at is [1, -1]'),
+    ({'accepted_at': [1, 9]}, 'accepted_at is [1, 9] of tested_at ['),
+    ({'kl': -math.inf}, 'kl is -inf: need nats, or null'),
     ({'verifier_calls': -1}, 'verifier_calls is -1'),
     ({'new_tokens': True}, 'new_tokens is True'),
     ({'seconds': math.inf}, 'seconds is inf: need seconds'),

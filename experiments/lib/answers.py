@@ -53,7 +53,7 @@ FIELDS = {
     'verifier_calls': (_is_count, 'a whole number from 0'),
     'accepted_at': (_are_counts, 'whole numbers from 0'),
     'tested_at': (_are_counts, 'whole numbers from 0'),
-    'kl': (lambda x: x is None or _is_number(x), 'nats, or null'),
+    'kl': (lambda x: x is None or _is_number(x) and x != -math.inf, 'nats, or null'),
     'seconds': (lambda x: _is_number(x) and 0 <= x < math.inf, 'seconds'),
 }
 
@@ -69,6 +69,8 @@ def check_answer(row):
   for name in ('accepted_at', 'tested_at'):
     if len(row[name]) != row['num_draft']:
       raise ValueError(f'{name} has {len(row[name])} positions: need num_draft={row["num_draft"]}')
+  if any(accepted > tested for accepted, tested in zip(row['accepted_at'], row['tested_at'])):
+    raise ValueError(f'accepted_at is {row["accepted_at"]} of tested_at {row["tested_at"]}: need no more than tested')
 
 
 def read_runs(folders) -> tuple[list[dict], dict, list[str]]:

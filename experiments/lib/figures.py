@@ -23,6 +23,7 @@ OTHERS = (('#7a5195', 'D', '-.'), ('#c0392b', 'v', (0, (5, 1))), ('#008b95', 'P'
 LINES, HATCHES = ('-', '--', ':', '-.'), ('', '/////', 'xxxxx', '.....')  # of one m, the next, ...
 MOST_LINES = 6  # in a panel of positions, unless arms are named
 SMALL = 7.5  # points, text inside panels
+PALE = 0.4  # opacity of arms with fewer answers than others of their family, which no line joins
 
 
 def write(found, folder, arms=None) -> list[str]:
@@ -36,10 +37,7 @@ def write(found, folder, arms=None) -> list[str]:
     raise ValueError('matplotlib is missing, which draws the figures: pip install -e .[plot]. The tables are written.')
   import matplotlib
 
-  known = {row['arm'] for task in found for row in task['arms'] if row['num_draft']}
-  for name in arms or ():
-    if name not in known:
-      raise ValueError(f'--arms: {name!r} is no arm that drafts; there are {", ".join(sorted(known))}.')
+  check_arms(found, arms)
   left_out = []
   for name, draw in FIGURES.items():
     with matplotlib.rc_context(RC):
@@ -54,6 +52,14 @@ def write(found, folder, arms=None) -> list[str]:
       except OSError as error:
         raise ValueError(f'{folder} cannot be written: {error}') from None
   return left_out
+
+
+def check_arms(found, arms):
+  """Raises ValueError for a name that no arm has which drafts; None for no names."""
+  known = {row['arm'] for task in found for row in task['arms'] if row['num_draft']}
+  for name in arms or ():
+    if name not in known:
+      raise ValueError(f'--arms: {name!r} is no arm that drafts; there are {", ".join(sorted(known))}.')
 
 
 # Figures: each returns one, or why there is none.
@@ -115,13 +121,14 @@ def delta_grid(found):
         ends[axis].append((value, f'SpS, m = {m}' if m else 'plain', '0.3'))
     for (m, family), rows in lines.items():
       colour, marker, _ = styles[family]
-      values, bars = zip(*(_with_bar(row, field) for row in rows))
       nth = drafts.index(m)
       beside = 1.03 ** (nth - (len(drafts) - 1) / 2)  # so that bars do not hide each other
-      axis.errorbar([row['numbers']['delta'] * beside for row in rows], values, list(zip(*bars)), color=colour,
-                    marker=marker, markersize=5, markerfacecolor='white' if nth % 2 else colour, capsize=2.5,
-                    linestyle=LINES[nth % 4], linewidth=1.4, elinewidth=0.8)
-      ends[axis].append((values[-1], f'{family}, m = {m}', colour))
+      for group, look in _by_answers(rows, LINES[nth % 4]):
+        values, bars = zip(*(_with_bar(row, field) for row in group))
+        axis.errorbar([row['numbers']['delta'] * beside for row in group], values, list(zip(*bars)), color=colour,
+                      marker=marker, markersize=5, markerfacecolor='white' if nth % 2 else colour, capsize=2.5,
+                      linewidth=1.4, elinewidth=0.8, **look)
+      ends[axis].append((_with_bar(rows[-1], field)[0], f'{family}, m = {m}', colour))
     _delta_axis(axis, sorted({row['numbers']['delta'] for rows in lines.values() for row in rows}))
     axis.set_title(task['task'] if i == 0 or not task['scored'] else '')
     axis.set_xlabel('delta, nats')
@@ -305,6 +312,16 @@ def _panels(found, place):
   return figure, panels
 
 
+def _by_answers(rows, line):
+  """(arms, how to draw them): those of the most answers joined by a line, the others pale and for themselves.
+
+  They have other documents, and what lies between an easy document and a hard one is no effect of a number.
+  """
+  most = max(row['answers'] for row in rows)
+  groups = [[row for row in rows if (row['answers'] < most) == fewer] for fewer in (False, True)]
+  return list(zip(filter(None, groups), ({'linestyle': line}, {'linestyle': '', 'alpha': PALE})))
+
+
 def _curves(axis, rows, place, styles):
   """Draws the arms that have a place, a family joined in the order of its numbers; [(x, y, text, colour)] of each."""
   labels = []
@@ -313,8 +330,11 @@ def _curves(axis, rows, place, styles):
                  key=lambda row: tuple(row['numbers'].values()))
     if own:
       named = ', '.join(own[0]['numbers'])
-      axis.plot(*zip(*map(place, own)), color=colour, marker=marker, linestyle=line, linewidth=1.2, zorder=3,
-                markersize=9 if marker == '*' else 5.5, label=f'{family}, by {named}' if len(own) > 1 else None)
+      label = f'{family}, by {named}' if len(own) > 1 else None
+      for group, look in _by_answers(own, line):
+        axis.plot(*zip(*map(place, group)), color=colour, marker=marker, linewidth=1.2, zorder=3,
+                  markersize=9 if marker == '*' else 5.5, label=label, **look)
+        label = None  # once in the legend
     for row in own:
       text = ', '.join(f'{number:g}' for number in row['numbers'].values()) if len(own) > 1 else _name(row['arm'])
       labels.append((*place(row), text, colour))

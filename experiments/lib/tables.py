@@ -260,6 +260,30 @@ def label(row) -> str:
   return row['arm'] + (f' m={row["num_draft"]}' if row['num_draft'] else '')
 
 
+_ON_INTERVALS = '[95 % intervals] are from {resamples:,} resamples of documents.'
+
+
+def _notes_on_differences(found):
+  """What a reader has to know of scores that are compared."""
+  against, notes = found['against'], []
+  compared = [row['score_vs_arm'] for row in found['arms'] if row['score_vs_arm']]
+  if compared:
+    of = '' if against == 'plain' else ' of the same m'
+    notes.append(f'{_versus(found)}: difference from {against}{of} on the same documents and seeds; p is two-sided, '
+                 f'from {found["resamples"]:,} resamples of documents, as are all [95 % intervals].')
+  else:
+    notes.append(_ON_INTERVALS.format(**found))
+  if compared and not any(difference['value'] or difference['standard_error'] for difference in compared):
+    notes.append(f'No document tells an arm from {against}: these scores say nothing, whatever their intervals.')
+  # Plain has an m of its own, at which there is nothing to compare it with.
+  lacking = [label(row) for row in found['arms']
+             if not row['score_vs_arm'] and row['arm'] != against and row['num_draft']]
+  if lacking:
+    notes.append(f'Scores not compared, since {against} has no answer to the same documents at the same m: '
+                 f'{", ".join(lacking)}.')
+  return notes
+
+
 def _notes(found):
   """What a reader of the table has to know, a sentence each."""
   rows, settings = found['arms'], found['run']['settings']
@@ -274,11 +298,9 @@ def _notes(found):
       by.setdefault(standard_error(row['score'])[1], []).append(label(row))
     over = ' or '.join(by if len(by) == 1 else (f'{over} ({", ".join(names)})' for over, names in by.items()))
     notes.append(f'Score: {found["metric"] or "the main metric"}, ± one standard error over {over}.')
-    of = '' if found['against'] == 'plain' else ' of the same m'
-    notes.append(f'{_versus(found)}: difference from {found["against"]}{of} on the same documents and seeds; p is '
-                 f'two-sided, from {found["resamples"]:,} resamples of documents, as are all [95 % intervals].')
+    notes += _notes_on_differences(found)
   else:
-    notes.append(f'[95 % intervals] are from {found["resamples"]:,} resamples of documents.')
+    notes.append(_ON_INTERVALS.format(**found))
   notes.append('AL: drafted tokens kept in a round, mean over rounds. Rej: change of the rejected tokens per emitted '
                'token, (m - AL) / (AL + 1), from SpS; m counts, whether or not a round drafted as many.')
   if any(row['front_above'] for row in rows):
@@ -291,8 +313,8 @@ def _notes(found):
   incomplete = [f'{label(row)} ({row["answers"]} of {found["answers"]})' for row in rows
                 if row['answers'] < found['answers']]
   if incomplete:
-    notes.append(f'Incomplete: {", ".join(incomplete)}. Their differences, Rej and speed-ups are of the answers that '
-                 'both arms have; their other columns do not compare.')
+    notes.append(f'Incomplete: {", ".join(incomplete)}. What compares two arms is of the answers that both have; '
+                 'their other columns do not compare. Figures have them pale, and join no line to them.')
   lacking = [f'{label(row)} ({100 * row["kl_tokens_share"]:.0f} %)' for row in rows
              if 0 < (row['kl_tokens_share'] or 0) < 1]
   if lacking:
@@ -429,7 +451,7 @@ def _flat(value, name=''):
 
 def csv_text(found) -> str:
   """The figures of all arms, unrounded, a column for each number."""
-  rows = [_flat(row) for row in found['arms']]
+  rows = [_flat({'task': found['task'], 'against': found['against']} | row) for row in found['arms']]
   text, fullest = io.StringIO(), sorted(rows, key=len, reverse=True)
   writer = csv.DictWriter(text, list(dict.fromkeys(name for row in fullest for name in row)), lineterminator='\n')
   writer.writeheader()
