@@ -200,13 +200,17 @@ def test_delta_grid_has_a_line_for_each_m(found):
 
 @pytest.mark.parametrize('draw', [figures.delta_grid, figures.kl_front])
 def test_no_line_joins_arms_of_other_documents(draw):
-  """The arm in the middle lacks a document: it is pale, and the line goes by."""
-  rows = [tables_test.answer(doc, f'cactus delta={delta}', kl=delta, accepted_at=[3, 1], tested_at=[5, 3])
-          for delta in (0.25, 0.5, 1) for doc in range(2) if (delta, doc) != (0.5, 1)]
-  axis = draw([tables.summarize('gsm8k', rows)]).axes[-1]
-  lines = [line for line in axis.get_lines() if line.get_marker() == 'o']
-  assert [(len(line.get_xydata()), line.get_linestyle(), line.get_alpha()) for line in lines] == [
-      (2, '-', None), (1, 'None', figures.PALE)]
+  """The arm in the middle lacks a document: it is pale, and the line goes by. Of another m, all lack one."""
+  rows = [tables_test.answer(doc, f'cactus delta={delta}', m, kl=delta, accepted_at=[3, 1, 0][:m],
+                             tested_at=[5, 3, 1][:m])
+          for m in (2, 3) for delta in (0.25, 0.5, 1) for doc in range(2) if (delta, doc) != (0.5, 1) and doc + m < 4]
+  rows.append(tables_test.answer(0, 'cactus_exact delta=1', kl=0.4))
+  axes = draw([tables.summarize('gsm8k', rows)]).axes
+  looks = [(len(line.get_xydata()), line.get_linestyle() != 'None', line.get_alpha())
+           for axis in axes if axis.get_ylabel().startswith('AL') for line in axis.get_lines()
+           if line.get_marker() not in ('None', '_', '')]
+  pale = 1, False, figures.PALE
+  assert sorted(looks, key=str) == [pale, pale, (2, True, None), (3, True, None)]
 
 
 @pytest.mark.parametrize('cheap, dear', [(0.085, 0.115), (0.05, 0.12), (0.04, 0.17), (0.001, 0.4)])

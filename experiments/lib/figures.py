@@ -23,7 +23,7 @@ OTHERS = (('#7a5195', 'D', '-.'), ('#c0392b', 'v', (0, (5, 1))), ('#008b95', 'P'
 LINES, HATCHES = ('-', '--', ':', '-.'), ('', '/////', 'xxxxx', '.....')  # of one m, the next, ...
 MOST_LINES = 6  # in a panel of positions, unless arms are named
 SMALL = 7.5  # points, text inside panels
-PALE = 0.4  # opacity of arms with fewer answers than others of their family, which no line joins
+PALE = 0.4  # opacity of arms with fewer answers than others of as many drafted tokens, which no line joins
 
 
 def write(found, folder, arms=None) -> list[str]:
@@ -104,11 +104,12 @@ def delta_grid(found):
   if not tasks:
     return 'there are no arms of cactus'
   styles, ends = _styles(found), {}
-  fields = ['score'] * any(task['scored'] for task in tasks) + ['accepted_len']
+  is_solved = lambda task: task['scored'] and any(row['score']['value'] for row in task['arms'])
+  fields = ['score'] * any(map(is_solved, tasks)) + ['accepted_len']
   figure, axes = _figure(len(fields), len(tasks), 4.4, 2.8)
   for (i, field), (j, task) in itertools.product(enumerate(fields), enumerate(tasks)):
     axis, lines = axes[i][j], {}
-    if field == 'score' and not task['scored']:
+    if field == 'score' and not is_solved(task):
       axis.remove()
       continue
     for row in sorted(filter(is_cactus, task['arms']), key=lambda row: row['numbers']['delta']):
@@ -122,15 +123,16 @@ def delta_grid(found):
     for (m, family), rows in lines.items():
       colour, marker, _ = styles[family]
       nth = drafts.index(m)
-      beside = 1.03 ** (nth - (len(drafts) - 1) / 2)  # so that bars do not hide each other
-      for group, look in _by_answers(rows, LINES[nth % 4]):
+      shift = 1.03 ** (nth - (len(drafts) - 1) / 2)  # so that bars do not hide each other
+      beside = [row for row in task['arms'] if row['num_draft'] == m]
+      for group, look in _by_answers(rows, LINES[nth % 4], beside):
         values, bars = zip(*(_with_bar(row, field) for row in group))
-        axis.errorbar([row['numbers']['delta'] * beside for row in group], values, list(zip(*bars)), color=colour,
+        axis.errorbar([row['numbers']['delta'] * shift for row in group], values, list(zip(*bars)), color=colour,
                       marker=marker, markersize=5, markerfacecolor='white' if nth % 2 else colour, capsize=2.5,
                       linewidth=1.4, elinewidth=0.8, **look)
       ends[axis].append((_with_bar(rows[-1], field)[0], f'{family}, m = {m}', colour))
     _delta_axis(axis, sorted({row['numbers']['delta'] for rows in lines.values() for row in rows}))
-    axis.set_title(task['task'] if i == 0 or not task['scored'] else '')
+    axis.set_title(task['task'] if i == 0 or not is_solved(task) else '')
     axis.set_xlabel('delta, nats')
     axis.set_ylabel('score, %' if field == 'score' else 'AL, tokens a round')
   return _finished(figure, {}, ends)
@@ -312,14 +314,15 @@ def _panels(found, place):
   return figure, panels
 
 
-def _by_answers(rows, line):
-  """(arms, how to draw them): those of the most answers joined by a line, the others pale and for themselves.
+def _by_answers(rows, line, beside):
+  """(arms, how to draw them): those with as many answers as any beside them joined by a line, the others pale.
 
-  They have other documents, and what lies between an easy document and a hard one is no effect of a number.
+  These have other documents, and what lies between easy documents and hard ones is no effect of a number.
   """
-  most = max(row['answers'] for row in rows)
-  groups = [[row for row in rows if (row['answers'] < most) == fewer] for fewer in (False, True)]
-  return list(zip(filter(None, groups), ({'linestyle': line}, {'linestyle': '', 'alpha': PALE})))
+  most = max(row['answers'] for row in beside)
+  whole, fewer = ([row for row in rows if (row['answers'] < most) == is_fewer] for is_fewer in (False, True))
+  looks = (whole, {'linestyle': line}), (fewer, {'linestyle': '', 'alpha': PALE})
+  return [(group, look) for group, look in looks if group]
 
 
 def _curves(axis, rows, place, styles):
@@ -331,7 +334,7 @@ def _curves(axis, rows, place, styles):
     if own:
       named = ', '.join(own[0]['numbers'])
       label = f'{family}, by {named}' if len(own) > 1 else None
-      for group, look in _by_answers(own, line):
+      for group, look in _by_answers(own, line, rows):
         axis.plot(*zip(*map(place, group)), color=colour, marker=marker, linewidth=1.2, zorder=3,
                   markersize=9 if marker == '*' else 5.5, label=label, **look)
         label = None  # once in the legend
@@ -425,6 +428,7 @@ def _name_points(figure, axis, labels):
     _, far, dx, dy, moved = best
     note.set_position((dx / scale, dy / scale))
     taken.append(moved.padded(scale))
-    if far > 2:
-      axis.annotate('', (x, y), (dx / scale, dy / scale), textcoords='offset points', zorder=2, arrowprops={
-          'arrowstyle': '-', 'color': colour, 'linewidth': 0.5, 'shrinkA': SMALL * 0.6, 'shrinkB': 2})
+    if far > 2:  # a line from the edge of the text that is nearest
+      edge = [np.clip(0, at - size / 2, at + size / 2) / scale for at, size in ((dx, box.width), (dy, box.height))]
+      axis.annotate('', (x, y), edge, textcoords='offset points', zorder=2, arrowprops={
+          'arrowstyle': '-', 'color': colour, 'linewidth': 0.5, 'shrinkA': 1, 'shrinkB': 2})

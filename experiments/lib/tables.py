@@ -314,7 +314,8 @@ def _notes(found):
                 if row['answers'] < found['answers']]
   if incomplete:
     notes.append(f'Incomplete: {", ".join(incomplete)}. What compares two arms is of the answers that both have; '
-                 'their other columns do not compare. Figures have them pale, and join no line to them.')
+                 'their other columns do not compare. Figures join no line to arms with fewer answers than others of '
+                 'their m, and have them pale.')
   lacking = [f'{label(row)} ({100 * row["kl_tokens_share"]:.0f} %)' for row in rows
              if 0 < (row['kl_tokens_share'] or 0) < 1]
   if lacking:
