@@ -16,7 +16,7 @@ from cactus_jax.rules import Cactus, CactusExact, Clamp, Exact, Lenience, Mentor
 from tests import fakes, laws
 
 VOCABS = (2, 3, 7)
-PAIRS = 100  # of each vocabulary; float32 laws, so a rounding away from sums of 1
+PAIRS = 200  # of each vocabulary; float32 laws, so a rounding away from sums of 1
 
 PAIR = fakes.random_markov(0, fakes.VOCAB), fakes.random_markov(1, fakes.VOCAB)
 
