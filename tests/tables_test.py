@@ -409,6 +409,15 @@ def test_what_is_not_there_is_left_out():
     assert row['score_vs_arm'] is row['speed_up'] is row['rejected_change'] is None
 
 
+def test_notes_are_of_columns_that_are_there():
+  rows = [answer(doc, arm) for doc in range(2) for arm in ('exact', 'typical')]
+  starts = lambda found: {note.split(':')[0] for note in found['notes']}
+  shown, alone = summarize(rows), summarize(rows[1::2])
+  for column, words in (('Rej %', 'Rej'), ('speed-up', 'Speed-up')):
+    assert column in tables.shown(shown)[0] and words in starts(shown)
+    assert column not in tables.shown(alone)[0] and words not in starts(alone)
+
+
 def test_nothing_solved_nothing_timed_and_one_document():
   found = by_arm([answer(arm=arm, score=0.0, seconds=0.0) for arm in ('plain', 'exact', 'typical')])['typical']
   assert found['calls_per_solved'] is None and found['tokens_per_second'] is None and found['speed_up'] is None

@@ -301,15 +301,18 @@ def _notes(found):
     notes += _notes_on_differences(found)
   else:
     notes.append(_ON_INTERVALS.format(**found))
-  notes.append('AL: drafted tokens kept in a round, mean over rounds. Rej: change of the rejected tokens per emitted '
-               'token, (m - AL) / (AL + 1), from SpS; m counts, whether or not a round drafted as many.')
+  notes.append('AL: drafted tokens kept in a round, mean over rounds.')
+  if any(row['rejected_change'] for row in rows):
+    notes.append('Rej: change of the rejected tokens per emitted token, (m - AL) / (AL + 1), from SpS; m counts, '
+                 'whether or not a round drafted as many.')
   if any(row['front_above'] for row in rows):
     notes.append(f'{FRONT}, equal KL: AL of {FRONT} at the same KL, on the straight line between its arms that spend '
                  'next less (or exact) and more, less that of the row, on the same documents and seeds.')
   if settings.get('ledger'):
     notes.append('Seconds are those of a run with the ledger, which costs rules other than exact some time.')
-  over = 'plain' if found['reference'] == 'plain' else 'exact of the same m, since there is no plain'
-  notes.append(f'Speed-up: tokens a second over those of {over}, on the same documents and seeds.')
+  if any(row['speed_up'] for row in rows):
+    over = 'plain' if found['reference'] == 'plain' else 'exact of the same m, since there is no plain'
+    notes.append(f'Speed-up: tokens a second over those of {over}, on the same documents and seeds.')
   incomplete = [f'{label(row)} ({row["answers"]} of {found["answers"]})' for row in rows
                 if row['answers'] < found['answers']]
   if incomplete:
